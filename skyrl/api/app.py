@@ -218,7 +218,6 @@ ROUTES = (
 def create_app(services: Services) -> HttpTable:
     """All routes over these services."""
     resources = [routes(services) for routes in ROUTES]
-    declared = [route for routes in resources for route in routes.declared]
     bodies = BodyReader(services.config.state_dir, bounds(services.config.max_body_bytes))
     tracing = () if services.spans is None else (TraceHook(services.spans, services.config.trace_ratio),)
     hooks: tuple[Hook, ...] = (

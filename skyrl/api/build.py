@@ -189,7 +189,6 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
         sessions,
         lanes,
         engine=base.notifier.engine,
-        admission=admission,
         quotas=quotas,
         metrics=base.metrics.refusals,
     )

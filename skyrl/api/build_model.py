@@ -15,16 +15,17 @@ from skyrl.base.types.placed_server import PlacedServer
 from skyrl.chat.agents.rendering.loaded_models import has_system_role
 from skyrl.chat.openai.chat_templates import difference, efforts_of
 from skyrl.chat.openai.messages import ChatPictures
-from skyrl.chat.openai.service import OpenAIService, SamplingGate
+from skyrl.chat.openai.service import OpenAIService
 from skyrl.http.client import HttpClient
 from skyrl.inference.adapter_host import AdapterHost, HostOfOtherServer, SharedDirectory, StoredAdapters
 from skyrl.inference.features import InferenceFeatures
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.sampling.base_model import BaseModelSampling, ForwardedSamples
 from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.gate import SamplingGate
 from skyrl.sampling.job import FeatureGuard
 from skyrl.sampling.order import Admission, FairOrder
-from skyrl.sampling.pictures import PictureChecks, PictureIngress, StoredPictureFiles
+from skyrl.sampling.pictures import PictureChecks, PictureIngress
 from skyrl.sampling.quotas import Quotas
 from skyrl.sampling.servers import CurrentWeightsCheck, EngineEndpoint, FixedEndpoint
 from skyrl.storage.checkpoint_store.base import CheckpointStore
@@ -68,33 +69,25 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
     transport = HttpClient(config.forwarding_inference_max_connections)
     client = _client(runtime, watch, adapters, transport, loaded, metrics, shared)
     sight = vision_of(config)
-    passage = SamplingGate(
-        admission=shared.admission,
+    gate = SamplingGate(
+        shared.usage.count,
+        metrics.samples,
         order=FairOrder() if config.modes.own_inference or config.external_inference_priority else None,
-        guard=FeatureGuard(features),
+        admission=shared.admission,
         quotas=shared.quotas,
-        usage=shared.usage,
-        metrics=metrics.samples,
         refusals=shared.metrics.refusals,
     )
+    guard = FeatureGuard(features)
     lane = BaseModelSampling(
         base_name=config.served_names[0],
         limits=watch.limits,
         client=client,
-        order=passage.order,
-        guard=passage.guard,
+        gate=gate,
+        guard=guard,
         pictures=PictureIngress(
             database, shared.checks, shared.files, sight, config.max_stored_image_bytes, shared.metrics.images
         ),
-        forwarded=ForwardedSamples(
-            client,
-            shared.futures,
-            shared.samplers,
-            shared.admission,
-            passage.order,
-            shared.usage,
-            metrics.samples,
-        ),
+        forwarded=ForwardedSamples(client, shared.futures, shared.samplers, gate),
         loaded=loaded,
         places=_adapter_places(config),
         why_away=watch.why_away,
@@ -105,7 +98,8 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
         openai = OpenAIService(
             client,
             transport,
-            passage,
+            gate,
+            guard,
             shared.uses,
             ChatPictures(shared.checks, sight),
             has_system_role=has_system_role(config.base_model_path),
@@ -166,7 +160,7 @@ def _client(
         loaded=loaded,
         shares_keys=config.routed or config.modes.shares_inference,
         metrics=metrics.adapters,
-        pictures=StoredPictureFiles(shared.files),
+        pictures=shared.files,
     )
 
 

@@ -99,7 +99,7 @@ def _repeated_work(process: ApiProcess) -> list[tuple[str, float, Callable[[], A
 
 
 async def _agree_on_order(process: ApiProcess) -> None:
-    orders = {model.config.role.state_keys[0]: model.lane.order for model in process.services.served}
+    orders = {model.config.role.state_keys[0]: model.lane.gate.order for model in process.services.served}
     used = {name: order for name, order in orders.items() if order is not None}
     if used and not process.base.database.is_sqlite:
         others = await process.clocks.exchange({name: order.now for name, order in used.items()})

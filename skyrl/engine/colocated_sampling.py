@@ -25,8 +25,10 @@ from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.settlement import Settlement, failed
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
-from skyrl.sampling.base_model import job_for, usage_of
+from skyrl.sampling.base_model import job_for
 from skyrl.sampling.client import ForwardingClient
+from skyrl.sampling.gate import SamplingGate
+from skyrl.sampling.metrics import SampleMetrics
 from skyrl.sampling.pictures import is_text, place_stored
 from skyrl.storage.db import commands as rows
 from skyrl.storage.db import usage
@@ -114,15 +116,13 @@ class ColocatedSampler:
                 return Sampled([], {}, runnable)
             error = FailedRequest(f"gave up after {self._give_up_after_s:g} s: {trouble}", ErrorCategory.SERVER)
             return Sampled([(command.request_id, failed(error, command)) for command in runnable], {})
+        used: Counter[UsageKey] = Counter()
+        gate = SamplingGate(used.update, SampleMetrics())
         try:
-            ended = await asyncio.gather(*(self._sample(c, bodies[c.request_id]) for c in runnable))
+            outcomes = await asyncio.gather(*(self._sample(c, bodies[c.request_id], gate) for c in runnable))
         finally:
             await self._put_to_sleep()
-        used: Counter[UsageKey] = Counter()
-        for _, amounts in ended:
-            used.update(amounts)
-        outcomes = [(command.request_id, outcome) for command, (outcome, _) in zip(runnable, ended, strict=True)]
-        return Sampled(outcomes, used)
+        return Sampled([(c.request_id, outcome) for c, outcome in zip(runnable, outcomes, strict=True)], used)
 
     async def _wake(self) -> str | None:
         """Wake vLLM. Returns why it cannot sample now, or None when it is awake."""
@@ -150,7 +150,7 @@ class ColocatedSampler:
         except (VllmError, httpx.TransportError) as error:
             logger.error("vLLM could not be put to sleep: %s", str(error) or type(error).__name__)
 
-    async def _sample(self, command: Command, body: bytes) -> tuple[Outcome, Mapping[UsageKey, int]]:
+    async def _sample(self, command: Command, body: bytes, gate: SamplingGate) -> Outcome:
         try:
             sampler = await self._database.read_async(lambda c: find_sampler(c, command.sampling_session_id or ""))
             if sampler is None:
@@ -160,10 +160,11 @@ class ColocatedSampler:
             if not is_text(request.prompt):
                 pictures = await place_stored(request, self._database, self._sight, command.tenant)
             job = job_for(request, command.request_id, sampler, self._limits, self._base_name, pictures=pictures)
-            answer = await self._client.sample(job)
-            return Outcome(answer.body, "proto:sample"), usage_of(answer, sampler)
+            async with gate.turn(None, job, sampler) as turn:
+                turn.used = answer = await self._client.sample(job)
+            return Outcome(answer.body, "proto:sample")
         except Exception as error:  # the client gets it, or the log
-            return failed(error, command), {}
+            return failed(error, command)
 
     async def close(self) -> None:
         await self._client.close()

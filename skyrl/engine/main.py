@@ -45,8 +45,6 @@ from skyrl.runtime.processes.startup import NotLoaded
 from skyrl.runtime.ray_cluster.connection import connect
 from skyrl.runtime.tracing import open_spans
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.job import ContextLimits
-from skyrl.sampling.pictures import StoredPictureFiles
 from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.checkpoint_store.registry import open_store
@@ -89,7 +87,7 @@ def _colocated_sampler(
         api_key=runtime.inference_api_key,
         deadline_s=runtime.config.forwarding_deadline_s,
         zero_fill_logprobs=runtime.config.forwarding_zero_fill_logprobs,
-        pictures=StoredPictureFiles(PictureFiles(database)),
+        pictures=PictureFiles(database),
     )
     return ColocatedSampler(
         database,

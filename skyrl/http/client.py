@@ -1,8 +1,8 @@
 """HTTP/1.1 requests on kept connections: an answer as a whole up to a bound, or as a stream while it arrives.
 
 All large answers of a client share `AnswerMemory`: the rest of a large answer is read only after memory was reserved
-for it. Small answers need no reservation. Closing an `AnswerStream` ends its connection, so that the server stops
-computing what nobody reads.
+for it. Small answers need no reservation. Closing an `AnswerStream` before its end ends the connection, so that the
+server stops computing what nobody reads.
 
 No redirects, cookies, proxies or content codings: what asks here does not need them, and no sample pays for them.
 """
@@ -13,7 +13,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from email.utils import parsedate_to_datetime
 
 import msgspec
@@ -108,7 +108,7 @@ answer is in memory."""
 class AnswerMemory:
     """Grants reservations in the order of arrival. Runs in one event loop."""
 
-    def __init__(self, size: int = MEMORY_BYTES) -> None:
+    def __init__(self, size: float = MEMORY_BYTES) -> None:
         self._size = size
         self._reserved = 0
         self._waiting: deque[Reservation] = deque()
@@ -185,7 +185,9 @@ class _WholeAnswer:
             raise Interrupted(connection.failure)
         connection.sink = self
         connection.send(request)
-        timer = asyncio.get_running_loop().call_at(deadline, connection.abort, "no whole answer in time")
+        timer = None
+        if deadline < math.inf:
+            timer = asyncio.get_running_loop().call_at(deadline, connection.abort, "no whole answer in time")
         try:
             if rest is not None:
                 await self._send(rest.pieces)
@@ -197,7 +199,8 @@ class _WholeAnswer:
             connection.abort()
             raise
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
             if self._reservation is not None:
                 self._reservation.release()
 
@@ -282,7 +285,8 @@ class _WholeAnswer:
 
 
 class AnswerStream:
-    """Reads an answer while it arrives: its head, then its body piece by piece. Closing it ends the connection."""
+    """Reads an answer while it arrives: its head, then its body piece by piece, as an iterator or with `read`. `close`
+    calls `on_close`, once, after what still sends the request's body has ended."""
 
     def __init__(self, connection: Connection, on_close: Callable[[], None] | None = None) -> None:
         self.connection = connection
@@ -290,6 +294,7 @@ class AnswerStream:
         self._on_close = on_close
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._sending: asyncio.Task[None] | None = None
 
     @property
     def status(self) -> int:
@@ -302,6 +307,22 @@ class AnswerStream:
     @property
     def content_type(self) -> str:
         return content_type_of(self.headers)
+
+    def send_body(self, body: AsyncIterator[bytes], *, chunked: bool) -> None:
+        """Send the request's body as it comes, while the answer is awaited."""
+        self._sending = asyncio.create_task(self._send(body, chunked))
+
+    async def _send(self, body: AsyncIterator[bytes], chunked: bool) -> None:
+        connection = self.connection
+        try:
+            async for chunk in body:
+                await connection.send_more(b"%x\r\n%s\r\n" % (len(chunk), chunk) if chunked else chunk)
+            if chunked:
+                await connection.send_more(b"0\r\n\r\n")
+        except Interrupted:
+            return  # whoever reads the answer meets the same failure
+        except Exception as error:  # without the rest of the body the server would wait for ever
+            connection.abort(f"the body of the request could not be read to its end: {type(error).__name__}: {error}")
 
     def end_at(self, deadline: float) -> None:
         """Close the connection if the whole answer has not been read at this time of the event loop."""
@@ -325,6 +346,11 @@ class AnswerStream:
             await self._wait()
         return self.connection.take()
 
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        """The rest of the body, in the pieces in which it comes. Raises Interrupted."""
+        while piece := await self.read():
+            yield piece
+
     async def read_all(self, max_bytes: int) -> tuple[bytes, bool]:
         """The rest of the body, and whether it is whole: at most its first `max_bytes` are kept."""
         pieces: list[bytes] = []
@@ -345,29 +371,42 @@ class AnswerStream:
             self._waiter = None
 
     def close(self) -> None:
-        """End the connection. A second call does nothing."""
+        """End the connection, unless the whole answer has been read. A second call does nothing."""
+        on_close, self._on_close = self._on_close, None
+        if on_close is None:
+            return
         if self._timer is not None:
             self._timer.cancel()
+        if self._sending is not None and not self._sending.done():
+            self._sending.cancel()
+            self.connection.reusable = False  # the server takes what comes next for the rest of this request
         self.connection.sink = None
-        self.connection.abort()
-        on_close, self._on_close = self._on_close, None
-        if on_close is not None:
-            on_close()
+        if not self.connection.at_end:
+            self.connection.abort()
+        on_close()
 
 
 CONNECT_TIMEOUT_S = 10.0
 
 
 class HttpClient:
-    """Keeps unused connections by origin and takes the most recently used first. At most `max_connections` posts run at
-    once; None is unlimited.
+    """Keeps unused connections by origin and takes the most recently used first. At most `max_connections` posts and
+    streams run at once; None is unlimited. `memory_bytes` is for all large answers together.
 
-    Header values are not checked: they come from the configuration, and from ids that the server made."""
+    Header values are not checked: they come from the configuration, from ids that the server made, or from a request
+    that was parsed."""
 
-    def __init__(self, max_connections: int | None = None) -> None:
+    def __init__(
+        self,
+        max_connections: int | None = None,
+        *,
+        memory_bytes: float = MEMORY_BYTES,
+        connect_s: float = CONNECT_TIMEOUT_S,
+    ) -> None:
         self._pool = Pool()
         self._slots = None if max_connections is None else asyncio.Semaphore(max_connections)
-        self._memory = AnswerMemory()
+        self._memory = AnswerMemory(memory_bytes)
+        self._connect_s = connect_s
 
     async def post(
         self,
@@ -391,20 +430,61 @@ class HttpClient:
         finally:
             self._slots.release()
 
+    async def get(
+        self, url: str, headers: Mapping[str, str], timeout_s: float, max_bytes: int = CONTROL_ANSWER_BYTES
+    ) -> Answer:
+        """Not bounded by `max_connections`: a health check must not wait until a post has ended. Raises NotAccepted and
+        Interrupted."""
+        address = address_of(url)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        return await self._exchange(address, _encode("GET", address, b"", headers), deadline, max_bytes)
+
     async def open_stream(self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> AnswerStream:
         """Post a request, and return its answer once the head is there. The caller must close the stream, whose
         connection is one of `max_connections`. Raises NotAccepted and Interrupted."""
+        pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        return await self.open("POST", url, pairs, body, timeout_s=timeout_s)
+
+    async def open(
+        self,
+        method: str,
+        url: str,
+        headers: HeaderList,
+        body: bytes | AsyncIterator[bytes] = b"",
+        *,
+        target: bytes = b"",
+        timeout_s: float = math.inf,
+    ) -> AnswerStream:
+        """As `open_stream`, for any request. `target`, path and query, is appended to those of `url`. A body that comes
+        in pieces is sent in chunks, unless `headers` have its length."""
         address = address_of(url)
         deadline = asyncio.get_running_loop().time() + timeout_s
         await self._take_slot(deadline)
         try:
-            stream = AnswerStream(await _connect(address, deadline), self._give_slot)
+            connection = self._pool.take(address.origin) or await self._connect(address, deadline)
         except BaseException:
             self._give_slot()
             raise
+
+        def on_close() -> None:
+            self._pool.give_back(address.origin, connection)
+            self._give_slot()
+
+        stream = AnswerStream(connection, on_close)
         try:
-            stream.end_at(deadline)
-            stream.connection.send(_encode("POST", address, body, headers))
+            if deadline < math.inf:
+                stream.end_at(deadline)
+            has_length = any(name.lower() == b"content-length" for name, _ in headers)
+            path = address.path + target or b"/"
+            lines = [b"%s %s HTTP/1.1\r\nHost: %s\r\n" % (method.encode(), path, address.host)]
+            lines += [b"%s: %s\r\n" % header for header in headers]
+            if isinstance(body, bytes):
+                lines.append(b"\r\n" if has_length else b"Content-Length: %d\r\n\r\n" % len(body))
+                connection.send(b"".join((*lines, body)), without_body=method == "HEAD")
+            else:
+                lines.append(b"\r\n" if has_length else b"Transfer-Encoding: chunked\r\n\r\n")
+                connection.send(b"".join(lines), without_body=method == "HEAD")
+                stream.send_body(body, chunked=not has_length)
             await stream.head()
         except BaseException:
             stream.close()
@@ -424,32 +504,40 @@ class HttpClient:
         if self._slots is not None:
             self._slots.release()
 
-    async def get(
-        self, url: str, headers: Mapping[str, str], timeout_s: float, max_bytes: int = CONTROL_ANSWER_BYTES
-    ) -> Answer:
-        """Not bounded by `max_connections`: a health check must not wait until a post has ended. Raises NotAccepted and
-        Interrupted."""
-        address = address_of(url)
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        return await self._exchange(address, _encode("GET", address, b"", headers), deadline, max_bytes)
-
     async def _exchange(
         self, address: Address, request: bytes, deadline: float, max_bytes: int, rest: Pieces | None = None
     ) -> Answer:
-        connection = self._pool.take(address.origin) or await _connect(address, deadline)
+        connection = self._pool.take(address.origin) or await self._connect(address, deadline)
         answer = await _WholeAnswer(connection, self._memory, max_bytes).exchange(request, deadline, rest)
         self._pool.give_back(address.origin, connection)
         return answer
 
+    async def _connect(self, address: Address, deadline: float) -> Connection:
+        left_s = deadline - asyncio.get_running_loop().time()
+        return await connect(address.origin, min(self._connect_s, left_s))
+
     async def close(self) -> None:
         self._pool.close()
+
+
+async def ask_once(
+    method: str, url: str, headers: Iterable[tuple[bytes, bytes]], body: bytes, *, connect_s: float, max_bytes: int
+) -> Answer:
+    """One request on a connection of its own: an answer shows that the server accepts connections. Raises NotAccepted
+    and Interrupted."""
+    address = address_of(url)
+    connection = await connect(address.origin, connect_s)
+    try:
+        lines = b"".join([b"%s: %s\r\n" % header for header in (*headers, (b"Connection", b"close"))])
+        values = method.encode(), address.path or b"/", address.host, lines, len(body), body
+        request = b"%s %s HTTP/1.1\r\nHost: %s\r\n%sContent-Length: %d\r\n\r\n%s" % values
+        return await _WholeAnswer(connection, AnswerMemory(), max_bytes).exchange(request, math.inf, None)
+    finally:
+        connection.sink = None
+        connection.abort()
 
 
 def _encode(method: str, address: Address, body: bytes, headers: Mapping[str, str], rest_bytes: int = 0) -> bytes:
     lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
     values = method.encode(), address.path or b"/", address.host, lines.encode("latin-1"), len(body) + rest_bytes
     return b"%s %s HTTP/1.1\r\nHost: %s\r\n%sContent-Length: %d\r\n\r\n%s" % (*values, body)
-
-
-async def _connect(address: Address, deadline: float) -> Connection:
-    return await connect(address.origin, min(CONNECT_TIMEOUT_S, deadline - asyncio.get_running_loop().time()))

@@ -21,6 +21,8 @@ HeaderList = list[tuple[bytes, bytes]]
 MAX_HEAD_BYTES = 64 * 2**10
 """Status line and headers of an answer."""
 HEAD_TOO_LONG = "the head of the server's answer is too long"
+NOT_HTTP = "the server's answer is not HTTP/1.1"
+"""How a failure begins for which the server is to blame, and not the connection."""
 HIGH_WATER_BYTES = 256 * 2**10
 """Bytes of an answer that wait for a slow reader. Beyond them the server is read no further."""
 
@@ -137,7 +139,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self.abort(f"the server's answer is not HTTP/1.1: {error}")
+            self.abort(f"{NOT_HTTP}: {error}")
             return
         if not self.head_complete and self.received > MAX_HEAD_BYTES:
             self.status = self._parser.get_status_code()

@@ -6,7 +6,7 @@ Public: trainers import it. Knows HTTP and the answers of SGLang and vLLM, and n
 from skyrl.rollout.client import RetrievedText, RolloutClient
 from skyrl.rollout.config import RolloutConfig
 from skyrl.rollout.engines import EngineHooks, SglangHooks, VllmHooks, engine_hooks
-from skyrl.rollout.errors import BadAnswer, EngineError, RequestRefused, RolloutError, RolloutTimeout
+from skyrl.rollout.errors import BadAnswer, EngineError, Interrupted, RequestRefused, RolloutError, RolloutTimeout
 from skyrl.rollout.messages import RolloutAnswer, RolloutRequest, SamplingParams
 from skyrl.rollout.strategies import PlainStrategy, RadixStrategy, Strategy, Trajectory, make_strategy
 
@@ -14,6 +14,7 @@ __all__ = [
     "BadAnswer",
     "EngineError",
     "EngineHooks",
+    "Interrupted",
     "PlainStrategy",
     "RadixStrategy",
     "RequestRefused",

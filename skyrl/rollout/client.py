@@ -8,13 +8,16 @@ engines are started.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import aiohttp
+import msgspec
 
+from skyrl.http import connection
+from skyrl.http.client import HttpClient
 from skyrl.rollout.config import RolloutConfig
 from skyrl.rollout.errors import BadAnswer, RequestRefused, RolloutTimeout
 from skyrl.rollout.messages import (
@@ -27,7 +30,7 @@ from skyrl.rollout.messages import (
     read_answer,
     stops_of,
 )
-from skyrl.rollout.sending import CONNECT_S, Counters, Sender, error_of, parsed
+from skyrl.rollout.sending import CONNECT_S, MOST_BYTES, Counters, Sender, error_of, parsed
 
 ROUTING_KEY = "X-SMG-Routing-Key"
 SEED_STEP = 0x9E3779B1
@@ -49,8 +52,8 @@ class RolloutClient:
 
     Errors of all methods that ask: RequestRefused (the server's status and message), BadAnswer (an answer that is no
     sample), RolloutTimeout (`rollout_deadline_s` has gone by; time spent waiting for a place does not count), and
-    aiohttp.ClientError for a connection that broke without `rollout_retry_interrupted`. A cancelled call closes its
-    connection, so that the worker stops sampling."""
+    Interrupted, a ConnectionError, for a connection that broke without `rollout_retry_interrupted`. A cancelled call
+    closes its connection, so that the worker stops sampling."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self.config = config
@@ -64,17 +67,15 @@ class RolloutClient:
 
     async def __aenter__(self) -> RolloutClient:
         key = self.config.rollout_api_key
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),  # the places are the bound
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._client = HttpClient(memory_bytes=math.inf, connect_s=CONNECT_S)  # the places are the bound
+        self._sender = Sender(
+            self._client, self._headers, self.counters, retry_interrupted=self.config.rollout_retry_interrupted
         )
-        self._sender = Sender(self._session, self.counters, retry_interrupted=self.config.rollout_retry_interrupted)
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._session.close()
+        await self._client.close()
 
     async def generate(
         self, request: RolloutRequest, *, continue_partial: bool | None = None, begun: str = ""
@@ -135,11 +136,23 @@ class RolloutClient:
             self._places.turn_away()
             try:
                 await abort_until_idle(
-                    self._session, self.config.router_url, self.config.rollout_abort_timeout_s, lambda: self._calls
+                    self._ask, self.config.router_url, self.config.rollout_abort_timeout_s, lambda: self._calls
                 )
             finally:
                 self._aborting = asyncio.Event()  # calls that are older keep the event that is set
                 self._not_aborting.set()
+
+    async def _ask(self, method: str, url: str, body: Any = None) -> Any:
+        """The JSON of the answer to a GET. Raises RequestRefused, BadAnswer, NotAccepted and Interrupted of the HTTP
+        client."""
+        if method == "GET":
+            answer = await self._client.get(url, self._headers, ABORT_ANSWER_S, MOST_BYTES)
+        else:
+            headers = {"content-type": "application/json", **self._headers}
+            answer = await self._client.post(url, msgspec.json.encode(body), headers, ABORT_ANSWER_S)
+        if answer.status != 200:
+            raise RequestRefused(answer.status, error_of(answer.body)[0])
+        return parsed(answer.body) if method == "GET" else None
 
     async def retrieve(self, text: str) -> RetrievedText:
         """The tokens of `text` from the radix cache of the router, or from its tokenizer where the cache has none."""
@@ -226,11 +239,11 @@ def _read_retrieved(body: object) -> RetrievedText:
 
 ABORT_POLL_S = 0.2
 ABORT_ANSWER_S = 10.0
+Ask = Callable[..., Awaitable[Any]]
+_NO_ANSWER = (connection.NotAccepted, connection.Interrupted)
 
 
-async def abort_until_idle(
-    session: aiohttp.ClientSession, router_url: str, timeout_s: float, pending: Callable[[], int]
-) -> None:
+async def abort_until_idle(ask: Ask, router_url: str, timeout_s: float, pending: Callable[[], int]) -> None:
     """Return when no worker has a request and `pending()` is 0. Left out: workers that the router lists as unhealthy
     and that cannot be reached. A router that cannot be reached is asked again. Raises RolloutTimeout, with what each
     worker has left, RequestRefused (the router's) and BadAnswer."""
@@ -239,12 +252,12 @@ async def abort_until_idle(
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
-                    workers = await _workers(session, router_url)
-                except (aiohttp.ClientError, TimeoutError) as error:
+                    workers = await _workers(ask, router_url)
+                except _NO_ANSWER as error:
                     left = {router_url: f"{type(error).__name__} {error}".strip()}
                     await asyncio.sleep(ABORT_POLL_S)
                     continue
-                states = await asyncio.gather(*(_abort(session, url, healthy) for url, healthy in workers))
+                states = await asyncio.gather(*(_abort(ask, url, healthy) for url, healthy in workers))
                 left = {url: state for (url, _), state in zip(workers, states, strict=True) if state is not None}
                 if not left and not pending():
                     return
@@ -256,32 +269,23 @@ async def abort_until_idle(
         ) from None
 
 
-async def _workers(session: aiohttp.ClientSession, router_url: str) -> list[tuple[str, bool]]:
+async def _workers(ask: Ask, router_url: str) -> list[tuple[str, bool]]:
     """The URL of each worker, and whether the router holds it for healthy."""
     try:
-        listed = (await _ask(session, "GET", f"{router_url}/workers")).get("workers")
+        listed = (await ask("GET", f"{router_url}/workers")).get("workers")
         return [(str(one["url"]).rstrip("/"), bool(one.get("is_healthy", True))) for one in listed]
     except (TypeError, KeyError, AttributeError) as error:
         raise BadAnswer("GET /workers: the answer lists no workers") from error
 
 
-async def _abort(session: aiohttp.ClientSession, url: str, healthy: bool) -> str | None:
+async def _abort(ask: Ask, url: str, healthy: bool) -> str | None:
     """What the worker has left, in words; None if nothing."""
     try:
-        await _ask(session, "POST", f"{url}/abort_request", {"abort_all": True})
-        count = requests_in(await _ask(session, "GET", f"{url}/v1/loads?include=core"))
-    except (aiohttp.ClientError, TimeoutError, RequestRefused) as error:
+        await ask("POST", f"{url}/abort_request", {"abort_all": True})
+        count = requests_in(await ask("GET", f"{url}/v1/loads?include=core"))
+    except (*_NO_ANSWER, RequestRefused) as error:
         return f"{type(error).__name__} {error}".strip() if healthy else None
     return f"{count} requests" if count else None
-
-
-async def _ask(session: aiohttp.ClientSession, method: str, url: str, body: Any = None) -> Any:
-    timeout = aiohttp.ClientTimeout(total=ABORT_ANSWER_S)
-    async with session.request(method, url, json=body, timeout=timeout, allow_redirects=False) as response:
-        text = await response.read()
-        if response.status != 200:
-            raise RequestRefused(response.status, error_of(text)[0])
-        return parsed(text) if method == "GET" else None
 
 
 def requests_in(body: Any) -> int:

@@ -7,6 +7,7 @@ backend is added to `BACKENDS`. Knows nothing of samples.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
 
-import aiohttp
+import httpx
 
 from skyrl.rollout.config import ALIASES, RolloutConfig, given_values
 from skyrl.rollout.errors import EngineError
@@ -151,14 +152,11 @@ class VllmHooks:
             raise
 
     async def _ready(self, process: asyncio.subprocess.Process, log: Path) -> None:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
             while process.returncode is None:
-                try:
-                    async with session.get(f"{self._config.router_url}/readyz") as answer:
-                        if answer.status == 200:
-                            return
-                except (aiohttp.ClientError, TimeoutError):
-                    pass  # the router is still starting
+                with contextlib.suppress(httpx.HTTPError):  # the router is still starting
+                    if (await client.get(f"{self._config.router_url}/readyz")).status_code == 200:
+                        return
                 await asyncio.sleep(POLL_S)
         raise EngineError(f"skyrl rollout ended with {process.returncode}; the end of {log}:\n{_tail(log)}")
 
@@ -226,19 +224,15 @@ class SglangHooks:
     async def _ask(self, method: str, path: str, good: tuple[int, ...], timeout_s: float, body: Any = None) -> Any:
         key = self._config.rollout_api_key
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
         url = f"{self._config.router_url}{path}"
         try:
-            async with (
-                aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
-                session.request(method, url, json=body) as response,
-            ):
-                text = await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
+            async with asyncio.timeout(timeout_s), httpx.AsyncClient(trust_env=False, timeout=None) as client:
+                response = await client.request(method, url, json=body, headers=headers)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             raise EngineError(f"{method} {url}: {type(error).__name__} {error}") from error
-        if response.status not in good:
-            raise EngineError(f"{method} {url}: HTTP {response.status}: {error_of(text)[0]}")
-        return parsed(text) if text else None
+        if response.status_code not in good:
+            raise EngineError(f"{method} {url}: HTTP {response.status_code}: {error_of(response.content)[0]}")
+        return parsed(response.content) if response.content else None
 
 
 BACKENDS: dict[str, Callable[[RolloutConfig], EngineHooks]] = {"vllm": VllmHooks, "sglang": SglangHooks}

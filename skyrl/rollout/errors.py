@@ -24,5 +24,9 @@ class RolloutTimeout(RolloutError):
     """The deadline has gone by. The text says which one, and the last failure."""
 
 
+class Interrupted(RolloutError, ConnectionError):
+    """The connection broke after the request was sent: a worker may have sampled already."""
+
+
 class EngineError(RolloutError):
     """An engine could not be started, registered or removed."""

@@ -93,6 +93,8 @@ class RolloutRequest:
             raise ValueError("text, input_ids: the prompt must not be empty")
         if wrong := self.extra.keys() & set(OWN_FIELDS):
             raise ValueError(f"{min(wrong)}: not allowed in extra")
+        if self.session_id is not None and any(character in "\r\n\0" for character in self.session_id):
+            raise ValueError(f"session_id: must not have a line's end, got {self.session_id!r}")
 
     def to_json(self) -> dict[str, Any]:
         prompt = {"text": self.text} if self.input_ids is None else {"input_ids": list(self.input_ids)}

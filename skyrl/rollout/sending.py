@@ -11,14 +11,16 @@ Knows neither samples nor groups.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import msgspec
 
-from skyrl.rollout.errors import BadAnswer, RequestRefused
+from skyrl.http import connection
+from skyrl.http.client import HttpClient, header_of
+from skyrl.rollout.errors import BadAnswer, Interrupted, RequestRefused
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
@@ -27,6 +29,8 @@ INTERRUPTED = "worker_interrupted"
 LONGEST_WAIT_S = 60.0
 """The longest Retry-After that is heeded."""
 CONNECT_S = 10.0
+MOST_BYTES = 2**40
+"""An answer may have any size: routed experts of a long sample have hundreds of megabytes."""
 
 
 @dataclass
@@ -46,36 +50,36 @@ class Counters:
 class Sender:
     """`last_failure` of a request is for the error that its caller raises at the deadline."""
 
-    def __init__(self, session: aiohttp.ClientSession, counters: Counters, *, retry_interrupted: bool) -> None:
-        self._session = session
+    def __init__(
+        self, client: HttpClient, headers: dict[str, str], counters: Counters, *, retry_interrupted: bool
+    ) -> None:
+        self._client = client
+        self._headers = headers
         self._counters = counters
         self._retry_interrupted = retry_interrupted
 
     async def post(self, url: str, body: Any, headers: dict[str, str], failures: list[str], stop: asyncio.Event) -> Any:
         """The JSON of a 200 answer. None if `stop` was set while the request waited to be sent again. The last of
-        `failures` is the newest one. Raises RequestRefused, BadAnswer and aiohttp.ClientError."""
+        `failures` is the newest one. Raises RequestRefused, BadAnswer and Interrupted."""
         pause_s = FIRST_PAUSE_S
         content = msgspec.json.encode(body)
-        headers = {"content-type": "application/json", **headers}
+        sent = {"content-type": "application/json", **self._headers}
+        sent |= {name: value.encode().decode("latin-1") for name, value in headers.items()}  # as UTF-8
         while True:
             after_s: float | None = None
             self._counters.sent += 1
             try:
-                async with self._session.post(url, data=content, headers=headers, allow_redirects=False) as response:
-                    text = await response.read()
-                    status, retry_after = response.status, response.headers.get("retry-after")
-            except (
-                aiohttp.ClientConnectorError,
-                aiohttp.ServerTimeoutError,
-            ) as error:  # the only timeout is to connect
+                answer = await self._client.post(url, content, sent, math.inf, MOST_BYTES)
+            except connection.NotAccepted as error:
                 self._counters.unavailable += 1
                 failures[:] = [str(error)]
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientPayloadError) as error:
+            except connection.Interrupted as error:
                 self._counters.interrupted += 1
                 if not self._retry_interrupted:
-                    raise
+                    raise Interrupted(f"the connection broke: {error}") from error
                 failures[:] = [f"the connection broke: {error}"]
             else:
+                status, text, retry_after = answer.status, answer.body, header_of(answer.headers, b"retry-after")
                 if status == 200:
                     self._counters.answered += 1
                     return parsed(text)

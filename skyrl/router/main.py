@@ -38,7 +38,7 @@ from skyrl.router.pool import WorkerPool
 from skyrl.router.proxy import Limits, Proxy
 from skyrl.router.registration import RegistrationRoutes
 from skyrl.router.state_file import StateFile
-from skyrl.router.worker import ControlClient
+from skyrl.router.worker import fetch
 from skyrl.runtime.metrics.files import publishing
 from skyrl.runtime.metrics.process import LoopLag
 from skyrl.runtime.processes.ports import listen
@@ -103,7 +103,6 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
     proxy = Proxy(pool, connections, options.limits, counts, options.base_models, names_workers=options.names_workers)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(connections.close)
-        control = await stack.enter_async_context(ControlClient())
         context = RouterContext(
             tokenizer_dir=options.tokenizer,
             max_body_bytes=options.limits.body_bytes,
@@ -111,12 +110,12 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
             workers=lambda: pool.workers,
             args=_slime_args(options),
         )
-        chain = Chain(options.middleware, ToWorkers(Broadcasts(pool, control.fetch), proxy), context)
+        chain = Chain(options.middleware, ToWorkers(Broadcasts(pool, fetch), proxy), context)
         prober = HealthProber(
             pool,
             options.health_check_interval_s,
             options.health_check_failure_threshold,
-            control.fetch,
+            fetch,
             options.health_check_timeout_s,
             headers=[] if options.key is None else [(b"authorization", f"Bearer {options.key}".encode())],
         )
@@ -140,7 +139,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
         app = RouterApp(
             pool,
             RegistrationRoutes(pool),
-            AdminRoutes(pool, control.fetch, lock_s=options.admin_lock_s, update_s=options.admin_update_s),
+            AdminRoutes(pool, fetch, lock_s=options.admin_lock_s, update_s=options.admin_update_s),
             chain,
             proxy,
             counts,

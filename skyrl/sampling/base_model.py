@@ -1,10 +1,10 @@
 """Sampling from one base model: what its samples go through, from a request and its sampling session to the outcome.
 
 `BaseModelSampling` holds the parts of one base model, and `BaseModels` finds the one that a sample belongs to.
-`job_for`, `served_name` and `usage_of` say what follows from the sampling session of a request: the job, the name of
-the weights, and the usage that is counted. The engine, which runs samples itself in `colocate_all`, uses them, too.
-`ForwardedSamples` has one task for each sample that an API process forwards, from its turn under the quota to its
-stored outcome. Does not know how a sample is requested, checked or recorded; `service` does that.
+`job_for` and `served_name` say what follows from the sampling session of a request: the job, and the name of the
+weights. The engine, which runs samples itself in `colocate_all`, uses them, too.
+`ForwardedSamples` has one task for each sample that an API process forwards, from its turn at the gate to its stored
+outcome. Does not know how a sample is requested, checked or recorded; `service` does that.
 """
 
 from __future__ import annotations
@@ -26,19 +26,15 @@ from skyrl.base.wire.sample_request import SampleRequest
 from skyrl.runtime.metrics.outcomes import outcome_label
 from skyrl.runtime.tracing import current_trace
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.completion import SampleAnswer
+from skyrl.sampling.gate import Entry, SamplingGate
 from skyrl.sampling.job import FeatureGuard, SampleJob, make_job
-from skyrl.sampling.metrics import Ages, SampleMetrics
-from skyrl.sampling.order import Admission, FairOrder
 from skyrl.sampling.pictures import PictureIngress
-from skyrl.sampling.quota_account import Ticket
 from skyrl.sampling.retries import SampleProgress
 from skyrl.sampling.servers import CurrentWeightsCheck
 from skyrl.storage.db.adapter_versions import dropped_sentence
 from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.samplers import Sampler, Samplers
-from skyrl.storage.db.usage import UsageCounter, UsageKey, sample_amounts
 from skyrl.storage.futures.store import FutureStore
 
 
@@ -87,50 +83,27 @@ def served_name(weights: WeightsRef, base_name: str, field: str, *, full_finetun
     raise RequestError(refused, field=field)
 
 
-def usage_of(answer: SampleAnswer, sampler: Sampler) -> dict[UsageKey, int]:
-    """The amounts that a sample adds to the usage of its tenant."""
-    return sample_amounts(
-        sampler.tenant,
-        sampler.session_id,
-        sampler.base_model,
-        sampler.weights,
-        prompt=answer.prompt_tokens,
-        cached=answer.cached_tokens,
-        sampled=answer.sampled_tokens,
-        again=answer.computed_again,
-    )
-
-
 logger = logging.getLogger(__name__)
 
 
 class ForwardedSamples:
-    """Owns the tasks, by request id. `order` is None if the inference server ignores priorities. `client` is None if
-    the engine samples; then nobody calls `start`."""
+    """Owns the tasks, by request id. `client` is None if the engine samples; then nobody calls `start`."""
 
     def __init__(
         self,
         client: ForwardingClient | None,
         futures: FutureStore,
         samplers: Samplers,
-        admission: Admission,
-        order: FairOrder | None,
-        usage: UsageCounter,
-        metrics: SampleMetrics,
+        gate: SamplingGate,
     ) -> None:
         self._client = client
         self._futures = futures
         self._samplers = samplers
-        self._admission = admission
-        self._order = order
-        self._usage = usage
-        self._metrics = metrics
+        self._gate = gate
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._ages = Ages()
         self.completed = 0
         """Samples whose inference server returned a result."""
-        metrics.watch(self._ages)
-        metrics.watch_events(lambda: {} if client is None else client.counts)
+        gate.metrics.watch_events(lambda: {} if client is None else client.counts)
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -145,69 +118,49 @@ class ForwardedSamples:
     def adapters_in_flight(self) -> int:
         return 0 if self._client is None else self._client.adapters_in_flight()
 
-    def start(self, job: SampleJob, sampler: Sampler, size: int, ticket: Ticket | None) -> None:
-        """Forward a sample that is recorded and counted in the admission with `size` bytes."""
+    def start(self, job: SampleJob, sampler: Sampler, entry: Entry) -> None:
+        """Forward a sample that is recorded. `entry` leaves the gate when the sample has ended."""
         began = time.perf_counter()
-        task = asyncio.create_task(self._forward(job, sampler, ticket, began))
+        task = asyncio.create_task(self._forward(job, sampler, entry, began))
         self._tasks[job.request_id] = task
-        self._ages.begin(job.request_id, began)
+        self._gate.ages.begin(job.request_id, began)
 
         def end(task: asyncio.Task[None]) -> None:
             self._tasks.pop(job.request_id, None)
-            self._ages.end(job.request_id)
+            self._gate.ages.end(job.request_id)
             if task.cancelled():
-                self._metrics.cancelled()
-            self._admission.leave(sampler.tenant, size)
+                self._gate.metrics.cancelled()
+            entry.leave()
             self._samplers.note_use(sampler)  # again: the sample may have taken hours
-            if ticket is not None:  # the ticket is still open if the task was cancelled
-                ticket.end()
 
         task.add_done_callback(end)
 
-    async def _forward(self, job: SampleJob, sampler: Sampler, ticket: Ticket | None, began: float) -> None:
+    async def _forward(self, job: SampleJob, sampler: Sampler, entry: Entry, began: float) -> None:
         assert self._client is not None
-        turn, upstream_s = began, 0.0
+        turn, upstream_s = self._gate.turn(entry, job, sampler), 0.0
         try:
-            if ticket is not None:
-                await ticket.wait_turn()
-                turn = time.perf_counter()
-            answer = await self._sample(self._client, job, sampler.tenant)
+            async with turn:
+                turn.used = answer = await self._client.sample(job, turn.priority)
+                turn.server = answer.server
             outcome = Outcome(answer.body, "proto:sample")
-            self._usage.count(usage_of(answer, sampler))
-            used = answer.prompt_tokens, answer.cached_tokens, answer.sampled_tokens
-            self._metrics.succeeded(*used, again=answer.computed_again)
             if answer.changed_weights:
                 self._client.counts["changed_weights"] += 1
                 logger.info("request %s was sampled by several versions of the weights", job.request_id)
             upstream_s = answer.upstream_s
             self.completed += 1
-            if ticket is not None:
-                ticket.used = answer.prompt_tokens + answer.sampled_tokens
         except FailedRequest as error:
             outcome = await self._failure(error, sampler)
         except Exception:  # the exception's text may hold addresses and names that only the operator may see
             logger.exception("forwarding request %s failed", job.request_id)
             message = f"the server could not compute this sample; its log says why, under request {job.request_id}"
             outcome = Outcome(error=message, error_category=ErrorCategory.SERVER)
-        if ticket is not None:
-            ticket.end()  # before the client gets the outcome and sends its next sample
         span = None if (trace := current_trace.get()) is None else trace.child("settle")
         await self._futures.settle(job.request_id, outcome)
         if span is not None:
             span.end({"skyrl.request_id": job.request_id}, outcome.error)
         now = time.perf_counter()
         ended = outcome_label(outcome.error, outcome.error_category)
-        self._metrics.ended(ended, now - began, now - turn - upstream_s)
-
-    async def _sample(self, client: ForwardingClient, job: SampleJob, tenant: str) -> SampleAnswer:
-        if self._order is None:
-            return await client.sample(job)
-        place, answer = self._order.enter(tenant, job), None
-        try:
-            answer = await client.sample(job, place.priority)
-            return answer
-        finally:
-            self._order.leave(place, job.num_samples, answer, None if answer is None else answer.server)
+        self._gate.metrics.ended(ended, now - began, now - began - turn.waited_s - upstream_s)
 
     async def _failure(self, error: FailedRequest, sampler: Sampler) -> Outcome:
         """The outcome of a failed sample. If the adapter was dropped, the drop is the cause, not the inference server.
@@ -239,14 +192,14 @@ class ForwardedSamples:
 
 @dataclass(frozen=True)
 class BaseModelSampling:
-    """`base_name` is the inference servers' name for the base model. `client` is None if the engine samples, `order` if
-    the inference servers ignore priorities, `loaded` if they never change their weights. `places` is how many adapters
-    they run at a time, None if that is unknown. `why_away` says why no inference server runs, if that is known."""
+    """`base_name` is the inference servers' name for the base model. `client` is None if the engine samples, `loaded`
+    if the inference servers never change their weights. `places` is how many adapters they run at a time, None if that
+    is unknown. `why_away` says why no inference server runs, if that is known."""
 
     base_name: str
     limits: Callable[[], ContextLimits]
     client: ForwardingClient | None
-    order: FairOrder | None
+    gate: SamplingGate
     guard: FeatureGuard
     pictures: PictureIngress
     forwarded: ForwardedSamples

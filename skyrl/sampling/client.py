@@ -30,7 +30,7 @@ from skyrl.inference.metrics import AdapterMetrics
 from skyrl.runtime.tracing import OpenSpan, current_trace
 from skyrl.sampling import completion
 from skyrl.sampling.completion import SampleAnswer
-from skyrl.sampling.exchanges import AnswerReader, Exchange, PictureExchange, PictureFiles, PictureSends, SampleExchange
+from skyrl.sampling.exchanges import AnswerReader, Exchange, PictureExchange, PictureSends, SampleExchange
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.retries import (
     Attempts,
@@ -56,6 +56,7 @@ from skyrl.sampling.servers import (
     health_of,
 )
 from skyrl.sampling.transport import CompletionTransport, Verdict, describe, server_failure, verdict_of
+from skyrl.storage.db.pictures import PictureFiles
 
 
 def is_apart(job: SampleJob) -> bool:

@@ -17,6 +17,7 @@ from skyrl.base.wire.results import Alternatives, SampledSequence, SampleResult,
 from skyrl.base.wire.tensors import WireTensor
 from skyrl.inference.vllm_plugin.protocol import PromptScores
 from skyrl.sampling.job import SampleJob, as_json
+from skyrl.sampling.metrics import Used
 from skyrl.sampling.servers import NOT_TOLD, check_began, spans_in
 
 
@@ -148,25 +149,17 @@ class MissingLogprobs(MalformedAnswer):
     """Tokens without their log-probabilities."""
 
 
-class SampleAnswer(msgspec.Struct):
+class SampleAnswer(Used, kw_only=True):
     """A decoded answer: `body` is the encoded SampleResponse.
 
-    `prompt_tokens` counts the prompt once, whatever `num_samples` is. `cached_tokens` is the part of the prompt that
-    came from the prefix cache, 0 if the server does not report it. `computed_again` are prompt tokens that were
-    computed for several sequences: all but the first time, 0 if the server does not report it. `sampled_tokens` is the
-    sum over all sequences.
     `upstream_s` is how long the server had the request, in seconds; the client sets it. `changed_weights`: the weights
     changed while a sequence was sampled. `server` is the replica that a router has named, see `FairOrder.leave`.
     """
 
     body: bytes
-    prompt_tokens: int
-    cached_tokens: int
-    sampled_tokens: int
     upstream_s: float = 0.0
     changed_weights: bool = False
     server: str | None = None
-    computed_again: int = 0
 
 
 class AbortedAnswer(Exception):
@@ -221,17 +214,39 @@ class _Choice(msgspec.Struct):
         return [[(int(key.removeprefix(TOKEN_ID_PREFIX)), value) for key, value in (row or {}).items()] for row in rows]
 
 
-class _CachedTokens(msgspec.Struct):
+class _Details(msgspec.Struct):
     cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
-    prompt_tokens_details: _CachedTokens | None = None
+class AnswerUsage(msgspec.Struct):
+    """The numbers of tokens that an answer of the inference server tells, on every route."""
+
+    prompt_tokens: int | None = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+
+    @property
+    def cached(self) -> int:
+        """How many of the prompt's tokens came from the prefix cache."""
+        details = self.prompt_tokens_details
+        return 0 if details is None else details.cached_tokens or 0
+
+    @property
+    def reasoning(self) -> int:
+        """How many of the sampled tokens are thinking."""
+        details = self.completion_tokens_details
+        return 0 if details is None else details.reasoning_tokens or 0
+
+    def used(self) -> Used:
+        prompt = self.prompt_tokens or 0
+        return Used(prompt, min(self.cached, prompt), self.completion_tokens or 0)
 
 
 class _Completion(msgspec.Struct):
     choices: list[_Choice]
-    usage: Usage | None = None
+    usage: AnswerUsage | None = None
 
 
 class _LargeCompletion(msgspec.Struct):
@@ -239,7 +254,7 @@ class _LargeCompletion(msgspec.Struct):
     decoded in a call of its own."""
 
     choices: list[msgspec.Raw]
-    usage: Usage | None = None
+    usage: AnswerUsage | None = None
 
 
 C = TypeVar("C", bound=Choice)
@@ -303,7 +318,7 @@ def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> Sa
     return answer_of(choices, answer.usage, job, zero_fill=zero_fill)
 
 
-def answer_of(choices: list[C], usage: Usage | None, job: SampleJob, *, zero_fill: bool) -> SampleAnswer:
+def answer_of(choices: list[C], usage: AnswerUsage | None, job: SampleJob, *, zero_fill: bool) -> SampleAnswer:
     """The SampleResponse made of an answer's parts. Sorts `choices`. Raises as `decode_answer`."""
     expected = 1 if job.greedy else job.num_samples
     if len(choices) != expected:
@@ -322,22 +337,21 @@ def answer_of(choices: list[C], usage: Usage | None, job: SampleJob, *, zero_fil
         raise MalformedAnswer(f"not token ids: {error}") from error
 
 
-def _encode(choices: Sequence[Choice], usage: Usage | None, job: SampleJob, zero_fill: bool) -> SampleAnswer:
+def _encode(choices: Sequence[Choice], usage: AnswerUsage | None, job: SampleJob, zero_fill: bool) -> SampleAnswer:
     sequences = [_sequence(choice, job, zero_fill) for choice in choices]
     if job.greedy:
         sequences = sequences * job.num_samples
-    details = usage.prompt_tokens_details if usage is not None else None
     prompt = PromptAnswer(choices[0].prompt_logprobs, job)
     result = SampleResult(
         sequences,
         prompt.logprobs,
         prompt.topk,
-        (details.cached_tokens or 0) if details is not None else 0,
+        0 if usage is None else usage.cached,
         prompt.target_logprobs(),
         prompt.alternatives(),
     )
     return SampleAnswer(
-        encode_sample(result, topk_sample=job.topk_sample, topk_prompt=job.topk_prompt),
+        body=encode_sample(result, topk_sample=job.topk_sample, topk_prompt=job.topk_prompt),
         prompt_tokens=len(job.prompt),
         cached_tokens=result.cached_tokens,
         sampled_tokens=sum(len(sequence.tokens) for sequence in sequences),

@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol, TypeVar
 
-from skyrl.base.pictures.picture import Pictures
 from skyrl.base.types.weights import WeightsRef
 from skyrl.base.wire.decoding import with_short_switches
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
@@ -35,6 +34,7 @@ from skyrl.sampling.completion import prompt_scores
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.servers import Endpoint, ServedContext
 from skyrl.sampling.transport import CompletionTransport, describe, message_of, server_failure
+from skyrl.storage.db.pictures import PictureFiles
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -218,14 +218,6 @@ class SampleExchange:
         return server_failure(describe(answer))
 
 
-class PictureFiles(Protocol):
-    """The stored files of pictures."""
-
-    async def read(self, pictures: Pictures) -> Mapping[str, bytes]:
-        """The files of a job's pictures, by digest. Raises FailedRequest if one is not stored any more."""
-        ...
-
-
 MAX_SENDS = 8
 """Requests with pictures whose bodies one process sends at a time. Only these keep files in memory."""
 MAX_FILES_BYTES = 45 * 2**20
@@ -305,7 +297,7 @@ class PictureExchange(SampleExchange):
 
     async def _encode(self, job: SampleJob) -> tuple[bytes, Pieces]:
         assert job.pictures is not None
-        files = await self._sends.files.read(job.pictures)
+        files = await self._sends.files.of(job.pictures)
         size = sum(len(files[picture.digest]) for picture in job.pictures.placed)
         if size > MAX_FILES_BYTES:
             raise FailedRequest(

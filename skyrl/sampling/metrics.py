@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -35,6 +36,21 @@ EVENTS = (
     "changed_weights",
 )
 """The counters of `skyrl.sampling.client`."""
+
+
+class Used(msgspec.Struct):
+    """Numbers of tokens that a request has used.
+
+    `prompt_tokens` counts the prompt once, however many sequences were sampled. `cached_tokens` is the part of the
+    prompt that came from the prefix cache, 0 if the server does not report it. `sampled_tokens` is the sum over all
+    sequences. `computed_again` are prompt tokens that were computed for several sequences: all but the first time, 0 if
+    the server does not report it.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    sampled_tokens: int = 0
+    computed_again: int = 0
 
 
 class RefusalMetrics:
@@ -73,13 +89,12 @@ class SampleMetrics:
         if registry is not None:
             registry.register(_InFlight(self._in_flight))
 
-    def succeeded(self, prompt: int, cached: int, sampled: int, *, again: int = 0) -> None:
-        """Count the tokens of a sample that vLLM has answered. `again`: prompt tokens that were computed for several
-        sequences, all but the first time."""
-        self._computed.inc(prompt - cached + again)
-        self._prompt.inc(prompt)
-        self._cached.inc(cached)
-        self._sampled.inc(sampled)
+    def succeeded(self, used: Used) -> None:
+        """Count the tokens of a sample that vLLM has answered."""
+        self._computed.inc(used.prompt_tokens - used.cached_tokens + used.computed_again)
+        self._prompt.inc(used.prompt_tokens)
+        self._cached.inc(used.cached_tokens)
+        self._sampled.inc(used.sampled_tokens)
 
     def ended(self, outcome: str, seconds: float, overhead_s: float | None = None) -> None:
         """Count a sample that has its outcome. `overhead_s` is None if it has no meaning."""

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from skyrl.base.wire.errors import RequestError
-from skyrl.sampling.metrics import Refusal, RefusalMetrics
+from skyrl.sampling.metrics import Refusal, RefusalMetrics, Used
 
 SHARE = 8
 """A tenant may hold up to SHARE times the capacity that is still free. One tenant alone gets 8/9 of the whole, two
@@ -100,13 +100,6 @@ class Work(Protocol):
     def max_tokens(self) -> int | None: ...
 
 
-class Sampled(Protocol):
-    """What an answer tells of its cost."""
-
-    @property
-    def sampled_tokens(self) -> int: ...
-
-
 @dataclass(slots=True)
 class _Tenant:
     """A tenant with samples in flight: their number, and the end of the last sample's interval."""
@@ -163,17 +156,17 @@ class FairOrder:
         state.in_flight += 1
         return Place(tenant, start, start + cost // 2)
 
-    def leave(self, place: Place, sequences: int, answer: Sampled | None, server: str | None = None) -> None:
-        """The sample has ended. `answer` is None if it did not run, or if that is unknown. `server` is the name of the
+    def leave(self, place: Place, sequences: int, used: Used | None, server: str | None = None) -> None:
+        """The sample has ended. `used` is None if it did not run, or if that is unknown. `server` is the name of the
         server behind a router that has answered; None without a router."""
         state = self._tenants[place.tenant]
         state.in_flight -= 1
         if not state.in_flight:
             del self._tenants[place.tenant]
-        if answer is None:
+        if used is None:
             return
         self._advance(place.start, server)
-        length = answer.sampled_tokens / sequences
+        length = used.sampled_tokens / sequences
         average = self._lengths.get(place.tenant)
         if average is None and len(self._lengths) >= MAX_LENGTHS:
             self._lengths.clear()

@@ -24,7 +24,7 @@ from skyrl.base.pictures.picture import BadPicture, PictureFormat, Pictures, for
 from skyrl.base.pictures.places import KnownPicture, place
 from skyrl.base.pictures.vision import NoVision, VisionConfig
 from skyrl.base.wire.decoding import with_short_switches
-from skyrl.base.wire.errors import FailedRequest, RequestError
+from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.sample_request import (
     LOCATION,
     Chunk,
@@ -41,9 +41,9 @@ from skyrl.runtime.pictures.checker import NotChecked, PictureChecker, TooManyPi
 from skyrl.sampling.completion import (
     ENDED,
     LARGE_BYTES,
+    AnswerUsage,
     MalformedAnswer,
     SampleAnswer,
-    Usage,
     answer_of,
     prompt_scores,
     sampling_params,
@@ -118,21 +118,6 @@ async def place_stored(
     digests = [image.location.removeprefix(LOCATION) for image in images]
     known = await database.read_async(lambda c: rows.find(c, tenant, digests))
     return place_images(request, known, sight, tenant)
-
-
-class StoredPictureFiles:
-    """Reads them from the database; those that were used last are in memory."""
-
-    def __init__(self, files: PictureFiles) -> None:
-        self._files = files
-
-    async def read(self, pictures: Pictures) -> Mapping[str, bytes]:
-        """By digest. Raises FailedRequest if one is not stored any more."""
-        digests = {picture.digest for picture in pictures.placed}
-        found = await self._files.read_async(pictures.tenant, digests)
-        if len(found) < len(digests):
-            raise FailedRequest("an image of this request is not stored any more")
-        return found
 
 
 LARGE_BODY_BYTES = 256 * 2**10
@@ -310,7 +295,7 @@ class _Placeholder(msgspec.Struct):
 
 
 class _Parts(msgspec.Struct, kw_only=True):
-    usage: Usage | None = None
+    usage: AnswerUsage | None = None
     prompt_token_ids: list[int] | None = None
     mm_placeholders: dict[str, list[_Placeholder]] | None = None
     prompt_logprobs: list[msgspec.Raw] | None = None

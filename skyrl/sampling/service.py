@@ -25,14 +25,12 @@ from msgspec.structs import replace
 
 from skyrl.base.pictures.picture import Pictures
 from skyrl.base.types.requests import SAMPLES, Kind, NewRequest, new_request_id, sample_sequence_ids
-from skyrl.base.wire.errors import ErrorCategory, NotFound, OverQuota, RequestError
+from skyrl.base.wire.errors import ErrorCategory, NotFound, RequestError
 from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request
 from skyrl.sampling.base_model import BaseModels, BaseModelSampling, job_for
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.metrics import RefusalMetrics
-from skyrl.sampling.order import Admission
 from skyrl.sampling.pictures import is_text
-from skyrl.sampling.quota_account import Ticket
 from skyrl.sampling.quotas import Quotas
 from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.futures import Outcome
@@ -109,7 +107,6 @@ class SampleService:
         lanes: BaseModels,
         *,
         engine: Doorbell | None,
-        admission: Admission,
         quotas: Quotas,
         metrics: RefusalMetrics | None = None,
     ) -> None:
@@ -118,7 +115,6 @@ class SampleService:
         self._sessions = sessions
         self.lanes = lanes
         self._engine = engine
-        self._admission = admission
         self._quotas = quotas
         self._metrics = metrics or RefusalMetrics()
         self._stopping = False
@@ -147,12 +143,9 @@ class SampleService:
         request.prompt.chunks.clear()  # the job has the tokens, in less memory
         if request.seq_id is not None and not 0 <= request.seq_id < 2**63:
             raise RequestError("must be in [0, 2**63)", field="seq_id")
-        self._admission.enter(tenant, len(body))
-        started = new = False
-        ticket: Ticket | None = None
+        entry, started = lane.gate.enter(tenant, len(body)), False
         try:
-            if self._quotas.in_use:
-                ticket = self._quotas.admit(tenant, request_id, job.most_tokens)
+            entry.charge(request_id, job.most_tokens)
             request_id, new = await self._futures.record(
                 NewRequest(
                     kind=Kind.SAMPLE if lane.client is None else Kind.EXTERNAL,
@@ -162,31 +155,24 @@ class SampleService:
                     sampling_session_id=sampler.id,
                     sample_seq_id=request.seq_id,
                     id=request_id,
-                    not_before=None if ticket is None else ticket.not_before,
+                    not_before=entry.not_before,
                 )
             )
             self._samplers.note_use(sampler)
             if new:
-                if ticket is not None:
-                    ticket.request_id = request_id
+                if request_id != job.request_id:  # an earlier try was stored under another id
+                    job = replace(job, request_id=request_id)
+                    entry.recorded_as(request_id)
                 if lane.client is not None:
-                    if request_id != job.request_id:  # an earlier try was stored under another id
-                        job = replace(job, request_id=request_id)
-                    lane.forwarded.start(job, sampler, len(body), ticket)
+                    lane.forwarded.start(job, sampler, entry)
                     started = True
                 elif self._engine is not None:
                     self.to_engine += 1
                     self._engine.ring()
-                    if ticket is not None:
-                        ticket.hand_over()
-        except OverQuota:
-            self._metrics.refused("quota")
-            raise
+                    entry.hand_over()
         finally:
             if not started:
-                self._admission.leave(tenant, len(body))
-            if ticket is not None and not new:
-                ticket.end()
+                entry.leave()
         note = self.cuts.note(request, job, sampler.id)
         return Promise(request_id, sample_sequence_ids(request_id, request.num_samples), cut_to(request, job), note)
 
@@ -235,9 +221,8 @@ class SampleService:
         except RequestError as error:  # the session has ended, or the server has another base model now
             await self._futures.settle(sample.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
             return
-        self._admission.add(sample.tenant, len(sample.body))
-        ticket = self._quotas.adopt(sample.tenant, sample.id, sample.not_before) if self._quotas.in_use else None
-        lane.forwarded.start(job, sampler, len(sample.body), ticket)
+        entry = lane.gate.enter_again(sample.tenant, len(sample.body), sample.id, sample.not_before)
+        lane.forwarded.start(job, sampler, entry)
 
     def cancel(self, request_ids: list[str]) -> None:
         """Stop forwarding these samples; vLLM stops computing them, too."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from skyrl.api.services import Services
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.runtime.metrics.files import MetricsWriter
+from skyrl.storage.db.usage import UsageCounter
 
 BASE = "acme/base"
 SAMPLE = {"X-Tinker-Request-Type": "Sample", "Accept": "application/x-protobuf"}
@@ -44,6 +45,11 @@ class Api:
 
     async def result(self, request_id: str, **headers: str) -> httpx.Response:
         return await self.post("retrieve_future", {"request_id": request_id}, **(SAMPLE | headers))
+
+    @property
+    def usage(self) -> UsageCounter:
+        """Counts what the samples of the process have used."""
+        return cast(Any, self.services.served[0].lane.gate.count).__self__
 
     async def finish(self, sampler: str) -> httpx.Response:
         return await self.post(f"sessions/{session_of(sampler)}/finish", {})

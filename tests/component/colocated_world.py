@@ -24,8 +24,6 @@ from skyrl.engine.colocated_sampling import ColocatedSampler
 from skyrl.http.client import HttpClient
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.job import ContextLimits
-from skyrl.sampling.pictures import StoredPictureFiles
 from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.db.pictures import PictureFiles
 from skyrl.storage.db.samplers import Sampler, Samplers
@@ -123,7 +121,7 @@ async def world(
             HostWithAllAdapters(),
             api_key=None,
             deadline_s=NEVER_S,
-            pictures=StoredPictureFiles(PictureFiles(harness.database)),
+            pictures=PictureFiles(harness.database),
         )
         colocated = ColocatedSampler(
             harness.database,

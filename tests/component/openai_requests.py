@@ -120,7 +120,7 @@ def used(database: Database) -> dict[tuple[str, str, str], float]:
 
 
 async def counted(api: Api, database: Database) -> dict[str, float]:
-    await api.services.served[0].lane.forwarded._usage.flush()
+    await api.usage.flush()
     return {
         kind: amount for (tenant, session, kind), amount in used(database).items() if (tenant, session) == (ONE, "")
     }

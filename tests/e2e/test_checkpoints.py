@@ -141,25 +141,6 @@ def test_copies_sample_and_train_like_their_sources(
         client.create_training_client_from_state(state).result()
 
 
-def test_another_account_reads_a_checkpoint_with_the_owners_key(
-    server: DemoServer, connect: ClientFactory, trained: tinker.TrainingClient, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    data = [cross_entropy(tokenizer.encode(TEXT))]
-    path = trained.save_state("lent").result().path
-    loss = trained.forward(data, "cross_entropy").result().metrics["loss:sum"]
-    stranger = connect("tml-stranger")
-    with pytest.raises(tinker.NotFoundError):
-        stranger.create_training_client_from_state(path).result()
-    made = stranger.create_training_client_from_state(path, weights_access_token="tml-test").result()
-    assert made.forward(data, "cross_entropy").result().metrics["loss:sum"] == loss
-    into = stranger.create_lora_training_client(base_model="tiny", rank=8).result()
-    with pytest.warns(FutureWarning, match="load_state"):
-        into.load_state(path, weights_access_token="tml-test").result()
-    assert into.forward(data, "cross_entropy").result().metrics["loss:sum"] == loss
-    copy = rest_client(server, "tml-stranger").copy_weights(path, "taken", weights_access_token="tml-test").result()
-    assert stranger.create_training_client_from_state(copy).result().model_id != made.model_id
-
-
 def test_an_adapter_without_local_files_can_be_sampled_from(
     server: DemoServer, connect: ClientFactory, trained: tinker.TrainingClient, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl.cli.demo.server import DemoServer
 
-from .conftest import ALIAS, COMPLETED, RUNNING, cross_entropy, in_vllm, train, until
+from .conftest import COMPLETED, RUNNING, cross_entropy, in_vllm, train, until
 
 pytestmark = pytest.mark.vllm
 
@@ -137,16 +137,6 @@ def test_another_tenant_gets_a_checkpoint_only_after_it_is_published(server: Dem
             stranger.completions.create(model=run.first, prompt="x")
 
 
-def test_the_list_shows_served_names_and_own_checkpoints_and_nothing_of_vllm(
-    server: DemoServer, client: OpenAI, run: Run
-) -> None:
-    listed = client.models.list()
-    assert {"tiny", ALIAS, *run.paths} <= {model.id for model in listed}
-    text = listed.model_dump_json()
-    assert str(server.state_dir) not in text
-    assert "@" not in text
-
-
 # What an answer holds
 
 
@@ -179,15 +169,6 @@ def test_a_stream_joins_to_the_whole_answer(client: OpenAI, run: Run) -> None:
     text = client.completions.create(prompt="The old", **asked).choices[0].text
     pieces = client.completions.create(prompt="The old", **asked, stream=True)
     assert "".join(event.choices[0].text for event in pieces) == text
-
-
-def test_a_stop_string_ends_the_answer(client: OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "prompt": "The old fox", "temperature": 0, "max_tokens": 20}
-    whole = client.completions.create(**asked).choices[0].text
-    word = whole.split()[1]
-    answer = client.completions.create(**asked, stop=[word]).choices[0]
-    assert answer.text == whole.partition(word)[0]
-    assert answer.finish_reason == "stop"
 
 
 def test_a_response_format_holds(client: OpenAI, run: Run) -> None:

@@ -101,10 +101,6 @@ def close(given: Any, expected: Any) -> None:
     np.testing.assert_allclose(np.asarray(given, float), expected, rtol=0, atol=ATOL)
 
 
-def text(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    return str(tokenizer.decode(tokens))
-
-
 def random_ids(rows: int, columns: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB, (rows, columns))
 
@@ -263,15 +259,6 @@ def test_the_last_n_limit_logprobs_and_topk_only(base: Model, prompt: list[int])
     assert answer.prompt_alt_tokens.tokens.shape == [len(prompt) - 1, 1]
 
 
-def test_compute_logprobs_equals_the_reference(models: dict[str, Model], prompt: list[int]) -> None:
-    model = models["unembed"]
-    tokens = types.ModelInput.from_ints(prompt)
-    whole = model.sampler.compute_logprobs(tokens).result()
-    close(whole[1:], model.reference.of_tokens(prompt))
-    end = model.sampler.compute_logprobs(tokens, prompt_logprobs_last_n=2).result()
-    assert end == [None] * (len(prompt) - 2) + whole[-2:]
-
-
 def test_prompt_logprobs_cover_the_whole_prompt_even_if_its_beginning_is_cached(base: Model) -> None:
     long = random_ids(1, 300, seed=1)[0].tolist()
     base.sample(long)
@@ -427,41 +414,6 @@ def test_without_stops_only_the_end_of_the_turn_ends_a_sample(
     # A renderer for base models stops at the first words of the next turn; the end of the turn ends the sample too.
     assert list(base.greedy(question, ["\n\nUser:"]).tokens) == list(ended.tokens)
     assert list(base.greedy(question, [511]).tokens) == list(ended.tokens)
-
-
-def test_the_tokens_include_a_stop_by_id_or_by_text_once(
-    base: Model, question: list[int], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    free = list(base.greedy(question, None).tokens)
-    at = next(index for index in range(3, len(free)) if free.index(free[index]) == index)
-    words = text(tokenizer, [free[at]])
-    assert words not in text(tokenizer, free[:at])
-    expected = base.reference.of_tokens(question + free[: at + 1])[len(question) - 1 :]
-    many = [f"nowhere-{number}" for number in range(63)]
-    for stop in ([free[at]], [free[at], 511], words, [words], [*many, words]):
-        stopped = base.greedy(question, stop)
-        assert list(stopped.tokens) == free[: at + 1], stop
-        assert stopped.stop_reason == "stop"
-        close(stopped.logprobs, expected)
-
-
-def test_a_stop_string_may_begin_and_end_within_tokens(base: Model, tokenizer: PreTrainedTokenizerBase) -> None:
-    prompt = tokenizer.encode("The old")
-    free = list(base.greedy(prompt, [], 24).tokens)
-    words = [text(tokenizer, [token]) for token in free]
-    at = next(
-        index
-        for index in range(2, len(free) - 1)
-        if len(words[index]) > 1
-        and len(words[index + 1]) > 1
-        and (words[index][-1:] + words[index + 1][:1]) not in text(tokenizer, free[: index + 1])
-    )
-    stop = words[at][-1:] + words[at + 1][:1]
-    stopped = base.greedy(prompt, [stop], 24)
-    assert list(stopped.tokens) == free[: at + 2]
-    assert stopped.stop_reason == "stop"
-    assert stopped.logprobs is not None
-    assert len(stopped.logprobs) == at + 2
 
 
 # Many samples at once

@@ -75,25 +75,6 @@ def settled(database: Database, sampler: str) -> dict[str, tuple[str, Any]]:
     return {row.id: (row.status, row.owner) for row in rows}
 
 
-def test_any_server_answers_requests_of_a_clients_session(
-    servers: list[MortalServer], clients: list[Client], upstream: Upstream, database: Database
-) -> None:
-    sampler = clients[0].sampler()
-    answered = upstream.answered
-    promises = [clients[number % 3].sample(sampler, number) for number in range(SAMPLES)]
-    assert [clients[(number + 1) % 3].sample(sampler, number) for number in range(SAMPLES)] == promises
-    ids = [promise["request_id"] for promise in promises]
-    results = [[client.result(each) for each in ids] for client in clients]
-    assert results[0] == results[1] == results[2]
-    assert upstream.answered == answered + SAMPLES, "each sample was forwarded once"
-    assert {status for status, _ in settled(database, sampler).values()} == {"done"}
-    assert len({owner for _, owner in settled(database, sampler).values()}) == 3
-
-    other = clients[1].http.post("asample", json={**clients[1].sample_body(sampler, 0), "num_samples": 2})
-    assert other.status_code == 400
-    assert "was used before" in other.json()["detail"]
-
-
 def test_long_polls_to_any_server_report_each_end_once(clients: list[Client], upstream: Upstream) -> None:
     sampler = clients[0].sampler()
     target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
@@ -111,27 +92,6 @@ def test_long_polls_to_any_server_report_each_end_once(clients: list[Client], up
         body = {"target": target, "prev_cursor": answer["cursor"], "retrieved_request_ids": []}
         answer = clients[turn % 3].ok("retrieve_futures", body | ({"timeout": 0} if len(reported) == SAMPLES else {}))
     assert sorted(reported) == sorted(wanted)
-
-
-def test_a_sample_can_be_cancelled_and_a_session_ended_at_another_server(
-    servers: list[MortalServer], clients: list[Client], upstream: Upstream
-) -> None:
-    sampler = clients[0].sampler()
-    upstream.hold()
-    cancelled, left = (clients[0].sample(sampler, number)["request_id"] for number in range(2))
-    clients[1].ok("cancel_future", {"request_id": cancelled})
-    answers = [client.http.post("retrieve_future", json={"request_id": cancelled}).json() for client in clients]
-    assert [answer["error"] for answer in answers] == ["cancelled by the client"] * 3
-    until(lambda: in_flight(servers[0]) == 1, "its forwarding is not stopped")
-
-    clients[2].ok(f"sessions/{clients[0].session}/finish", {})
-    until(lambda: in_flight(servers[0]) == 0, "the session's samples are still forwarded")
-    until(lambda: clients[0].http.post("asample", json=clients[0].sample_body(sampler, 2)).status_code == 404, "")
-    for client in clients:
-        assert client.http.post("session_heartbeat", json={"session_id": client.session}).status_code == 410
-        answer = client.http.post("retrieve_future", json={"request_id": left})
-        assert answer.json()["error"] == "the session has ended"
-    upstream.release()
 
 
 def test_the_remaining_server_ends_the_samples_of_a_hanging_and_of_a_dead_one(

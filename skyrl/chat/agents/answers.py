@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl.base.types.agents import VersionSpan
-from skyrl.sampling.completion import MalformedAnswer
+from skyrl.sampling.completion import AnswerUsage, MalformedAnswer
 from skyrl.sampling.servers import NOT_TOLD, spans_in
 
 ASKED = {"logprobs": True, "return_tokens_as_token_ids": True, "include_reasoning": True}
@@ -56,20 +56,10 @@ class _Choice(msgspec.Struct):
     routed_experts: str | None = None
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-    prompt_tokens_details: _Details | None = None
-
-
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
     prompt_token_ids: list[int] | None = None
-    usage: _Usage | None = None
+    usage: AnswerUsage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +131,14 @@ class Answers:
         self.prompt: list[int] | None = None
         """The prompt's tokens, if the inference server has told them."""
         self._shown = shown
-        self._usage: _Usage | None = None
+        self._usage: AnswerUsage | None = None
 
     @property
     def usage(self) -> dict[str, int]:
         """Numbers of tokens: `prompt`, `cached`, `sampled`, of all choices together."""
-        usage = self._usage or _Usage()
-        details = usage.prompt_tokens_details
-        cached = 0 if details is None else details.cached_tokens or 0
-        return {"prompt": usage.prompt_tokens, "cached": cached, "sampled": sum(len(c.ids) for c in self.choices)}
+        used = (self._usage or AnswerUsage()).used()
+        sampled = sum(len(choice.ids) for choice in self.choices)
+        return {"prompt": used.prompt_tokens, "cached": used.cached_tokens, "sampled": sampled}
 
     def whole(self, answer: bytes, model: str) -> bytes:
         """Read a whole answer. Returns what the agent gets. Raises MalformedAnswer."""

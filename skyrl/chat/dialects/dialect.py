@@ -21,6 +21,7 @@ import msgspec
 from skyrl.base.wire.errors import RequestError
 from skyrl.chat.openai.errors import OpenAIError, error_body
 from skyrl.chat.openai.exchanges import DONE, event_frame
+from skyrl.sampling.completion import AnswerUsage
 
 
 class AnswerEncoder(Protocol):
@@ -108,45 +109,13 @@ class Choice(msgspec.Struct):
     stop_reason: str | int | None = None
 
 
-class PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class SampledDetails(msgspec.Struct):
-    reasoning_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
-    """Numbers of tokens."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int | None = None
-    prompt_tokens_details: PromptDetails | None = None
-    completion_tokens_details: SampledDetails | None = None
-
-    @property
-    def sampled(self) -> int:
-        return self.completion_tokens or 0
-
-    @property
-    def cached(self) -> int:
-        """How many of the prompt's tokens came from the prefix cache."""
-        details = self.prompt_tokens_details
-        return 0 if details is None else min(details.cached_tokens or 0, self.prompt_tokens)
-
-    @property
-    def reasoning(self) -> int:
-        details = self.completion_tokens_details
-        return 0 if details is None else details.reasoning_tokens or 0
-
-
 class ChatAnswer(msgspec.Struct):
     """A chat completion or a chunk of one. A stream's last chunk has the usage and no choice."""
 
     id: str
     model: str
     choices: list[Choice]
-    usage: Usage | None = None
+    usage: AnswerUsage | None = None
 
 
 class Finish(msgspec.Struct):
@@ -154,7 +123,7 @@ class Finish(msgspec.Struct):
 
     reason: str | None = None
     stop_string: str | None = None
-    usage: Usage = msgspec.field(default_factory=Usage)
+    usage: AnswerUsage = msgspec.field(default_factory=AnswerUsage)
 
     def read(self, answer: ChatAnswer) -> None:
         for choice in answer.choices:

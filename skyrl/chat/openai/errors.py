@@ -15,8 +15,7 @@ import msgspec
 from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.wire.errors import RequestError
 from skyrl.http.client import Answer
-from skyrl.sampling.job import ContextLimits
-from skyrl.sampling.transport import Answer, describe
+from skyrl.sampling.transport import describe
 
 TOO_LONG = "This model's maximum context length is"
 """The beginning of vLLM's sentence about a prompt that does not fit. litellm recognizes the error by these words."""

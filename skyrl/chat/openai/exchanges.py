@@ -24,7 +24,8 @@ from skyrl.chat.openai.generation import CHAT, GENERATE, RENDERED, Generation
 from skyrl.chat.openai.models import Target
 from skyrl.http.client import CONTROL_ANSWER_BYTES, Answer, AnswerStream
 from skyrl.http.connection import Interrupted
-from skyrl.sampling.completion import STOP_TOKEN, AbortedAnswer, MalformedAnswer
+from skyrl.sampling.completion import STOP_TOKEN, AbortedAnswer, AnswerUsage, MalformedAnswer
+from skyrl.sampling.metrics import Used
 from skyrl.sampling.servers import NOT_TOLD, Endpoint, OtherWeights, Span, check_began, spans_in
 from skyrl.sampling.transport import CompletionTransport, describe, server_failure
 
@@ -93,30 +94,6 @@ _FINISHED = frozenset({None, "function_call", "length", "stop", STOP_TOKEN, "too
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclass(slots=True)
-class Used:
-    """Numbers of tokens. `cached_tokens` is the part of the prompts that came from the prefix cache."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    sampled_tokens: int = 0
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-    prompt_tokens_details: _Details | None = None
-
-    def used(self) -> Used:
-        details = self.prompt_tokens_details
-        cached = (details.cached_tokens or 0) if details is not None else 0
-        return Used(self.prompt_tokens, min(cached, self.prompt_tokens), self.completion_tokens or 0)
-
-
 class _AssistantDelta(msgspec.Struct):
     tool_calls: list[msgspec.Raw] | None = None
 
@@ -140,7 +117,7 @@ class _Seen(msgspec.Struct):
     """What the server reads of an answer or an event."""
 
     choices: list[_Choice]
-    usage: _Usage | None = None
+    usage: AnswerUsage | None = None
 
 
 _CALLED = "tool_calls"
@@ -190,7 +167,7 @@ def rewritten(content: bytes, model: str, version: str | None = None) -> tuple[b
     if version is not None:
         check_began((spans_in(choice.weight_versions) for choice in seen.choices), version)
     _tell_stops(fields, seen, ())
-    return _encode(fields | {"model": model}), (seen.usage or _Usage()).used()
+    return _encode(fields | {"model": model}), (seen.usage or AnswerUsage()).used()
 
 
 def versions_in(event: bytes) -> list[list[Span] | None]:
@@ -230,7 +207,7 @@ class EventRewriter:
         _tell_stops(fields, seen, self._called)
         if seen.usage is not None:
             for choice in seen.choices:
-                self._prompts[choice.index // self._n] = seen.usage.prompt_tokens
+                self._prompts[choice.index // self._n] = seen.usage.prompt_tokens or 0
                 self._choices[choice.index] = seen.usage.completion_tokens or 0
             if not self._continuous_usage:
                 del fields["usage"]

@@ -1,8 +1,8 @@
 """OpenAI requests from their admission to their answer. A request has no row in the database: it ends with its
 connection, and all requests end with the process (`InFlight`).
 
-A request takes the same way as a sample: admission, quota, the tenant's turn in vLLM's order, the forwarding client
-with its failure rules, usage. Knows checked requests and targets; does not know HTTP.
+A request takes the same way as a sample: the gate of its base model, and the forwarding client with its failure
+rules. Knows checked requests and targets; does not know HTTP.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from skyrl.base.types.requests import new_request_id
-from skyrl.base.types.weights import BaseWeights
-from skyrl.base.wire.errors import ErrorCategory, FailedRequest, OverQuota, RequestError
+from skyrl.base.types.weights import BaseWeights, WeightsRef
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest, RequestError
 from skyrl.chat.openai.errors import OpenAIError, too_long
 from skyrl.chat.openai.exchanges import (
     DONE,
@@ -26,7 +26,6 @@ from skyrl.chat.openai.exchanges import (
     Sending,
     StreamedAnswer,
     Transport,
-    Used,
     WholeAnswer,
     is_error,
     with_token_names,
@@ -41,12 +40,9 @@ from skyrl.runtime.tracing import current_trace
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.completion import AbortedAnswer, MalformedAnswer
 from skyrl.sampling.exchanges import Exchange
+from skyrl.sampling.gate import SamplingGate, Turn
 from skyrl.sampling.job import FeatureGuard
-from skyrl.sampling.metrics import Ages, RefusalMetrics, SampleMetrics
-from skyrl.sampling.order import Admission, FairOrder
-from skyrl.sampling.quotas import Quotas
 from skyrl.storage.db.adapter_versions import AdapterUses
-from skyrl.storage.db.usage import UsageCounter, sample_amounts
 
 T = TypeVar("T")
 
@@ -120,30 +116,16 @@ class Asked:
     id: str
     size: int
     prefix_key: str | None = None
+    session_id = ""
+    """Its usage belongs to no session."""
 
+    @property
+    def base_model(self) -> str:
+        return self.target.base_model
 
-class _Turn:
-    """A request whose turn has come. `used` is set as soon as it is known what the request used, and `server` to the
-    replica that a router has named."""
-
-    def __init__(self, sending: Sending) -> None:
-        self.sending = sending
-        self.used: Used | None = None
-        self.server: str | None = None
-
-
-@dataclass(frozen=True)
-class SamplingGate:
-    """What samples and OpenAI requests share on their way. `order` is None if the inference server ignores
-    priorities."""
-
-    admission: Admission
-    order: FairOrder | None
-    guard: FeatureGuard
-    quotas: Quotas
-    usage: UsageCounter
-    metrics: SampleMetrics
-    refusals: RefusalMetrics
+    @property
+    def weights(self) -> WeightsRef:
+        return self.target.weights
 
 
 class OpenAIService:
@@ -155,7 +137,8 @@ class OpenAIService:
         self,
         client: ForwardingClient,
         transport: Transport,
-        passage: SamplingGate,
+        gate: SamplingGate,
+        guard: FeatureGuard,
         uses: AdapterUses,
         pictures: ChatPictures,
         *,
@@ -166,15 +149,8 @@ class OpenAIService:
     ) -> None:
         self._client = client
         self._transport = transport
-        self._admission = passage.admission
-        self._order = passage.order
-        self._guard = passage.guard
-        self._quotas = passage.quotas
-        self._usage = passage.usage
-        self._metrics = passage.metrics
-        self._refusals = passage.refusals
-        self._ages = Ages()
-        passage.metrics.watch(self._ages)
+        self._gate = gate
+        self._guard = guard
         self._uses = uses
         self._pictures = pictures
         self._has_system_role = has_system_role
@@ -185,8 +161,8 @@ class OpenAIService:
 
     async def answer(self, asked: Asked) -> bytes:
         """The whole answer. Raises RequestError."""
-        async with self._counted(), self._turn(asked) as turn:
-            exchange = WholeAnswer(turn.sending, self._transport)
+        async with self._counted(), self._turn(asked) as (sending, turn):
+            exchange = WholeAnswer(sending, self._transport)
             body, turn.used = await self._forward(exchange, asked)
             turn.server = exchange.server
             return body
@@ -194,8 +170,8 @@ class OpenAIService:
     async def stream(self, asked: Asked) -> AsyncGenerator[bytes, None]:
         """The chunks of the answer, as JSON. Raises RequestError: before the first chunk, or because the stream broke
         off."""
-        async with self._counted(), self._turn(asked) as turn:
-            exchange = StreamedAnswer(turn.sending, self._transport)
+        async with self._counted(), self._turn(asked) as (sending, turn):
+            exchange = StreamedAnswer(sending, self._transport)
             events = await self._forward(exchange, asked)
             turn.server = exchange.server
             span = None if (trace := current_trace.get()) is None else trace.child("stream")
@@ -254,14 +230,10 @@ class OpenAIService:
     async def _counted(self) -> AsyncIterator[None]:
         """Count the request as in flight, and how it ends."""
         key, began, outcome = new_request_id(), time.perf_counter(), CANCELLED
-        self._ages.begin(key, began)
+        self._gate.ages.begin(key, began)
         try:
             yield
             outcome = OK
-        except OverQuota:
-            outcome = None
-            self._refusals.refused("quota")
-            raise
         except RequestError as error:
             outcome = None if error.status == 429 else SERVER_ERROR if error.status >= 500 else USER_ERROR
             raise
@@ -269,47 +241,33 @@ class OpenAIService:
             outcome = SERVER_ERROR
             raise
         finally:
-            self._ages.end(key)
+            self._gate.ages.end(key)
             if outcome == CANCELLED:
-                self._metrics.cancelled()
+                self._gate.metrics.cancelled()
             elif outcome is not None:
-                self._metrics.ended(outcome, time.perf_counter() - began)
+                self._gate.metrics.ended(outcome, time.perf_counter() - began)
 
     @asynccontextmanager
-    async def _turn(self, asked: Asked) -> AsyncIterator[_Turn]:
-        """Wait for the request's turn, and count what it used at its end. Raises RequestError."""
-        request, tenant = asked.request, asked.tenant
+    async def _turn(self, asked: Asked) -> AsyncIterator[tuple[Sending, Turn]]:
+        """The request as it is sent, and its turn at the gate. Raises RequestError."""
+        request = asked.request
         if request.scores_prompt:
             self._guard.check_prompt_logprobs()
         if self._renderer_note is not None:
             self._note_renderer(asked)
         if "documents" in request.fields and not self._takes_documents:
             raise RequestError("the model's chat template has no place for them", field="documents")
-        self._admission.enter(tenant, asked.size)
-        ticket = place = turn = None
+        entry = self._gate.enter(asked.tenant, asked.size)
         try:
             if request.pictures:
                 request = request.with_pictures(await self._pictures.tokens(request.pictures))
-            async with self._uses.using(asked.target.weights):
-                if self._quotas.in_use:
-                    # The id is not the request's own: clients choose that, and two tenants may choose the same.
-                    ticket = self._quotas.admit(tenant, new_request_id(), request.size.most_tokens)
-                    if ticket is not None:
-                        await ticket.wait_turn()
-                place = None if self._order is None else self._order.enter(tenant, request)
-                priority = None if place is None else place.priority
-                turn = _Turn(self._sending(replace(asked, request=request), priority))
-                yield turn
+            async with self._uses.using(asked.weights):
+                # The id is not the request's own: clients choose that, and two tenants may choose the same.
+                entry.charge(new_request_id(), request.size.most_tokens)
+                async with self._gate.turn(entry, request, asked) as turn:
+                    yield self._sending(replace(asked, request=request), turn.priority), turn
         finally:
-            used, server = (None, None) if turn is None else (turn.used, turn.server)
-            if self._order is not None and place is not None:
-                self._order.leave(place, request.num_samples, used, server)
-            if used is not None:
-                self._count(asked, used)
-            if ticket is not None:
-                ticket.used = 0 if used is None else used.prompt_tokens + used.sampled_tokens
-                ticket.end()
-            self._admission.leave(tenant, asked.size)
+            entry.leave()
 
     def _note_renderer(self, asked: Asked) -> None:
         """Log once that chats of checkpoints are not rendered as the cookbook has trained them."""
@@ -321,13 +279,6 @@ class OpenAIService:
                 self._renderer_note,
             )
             self._renderer_note = None
-
-    def _count(self, asked: Asked, used: Used) -> None:
-        prompt, cached, sampled = used.prompt_tokens, used.cached_tokens, used.sampled_tokens
-        base, weights = asked.target.base_model, asked.target.weights
-        amounts = sample_amounts(asked.tenant, "", base, weights, prompt=prompt, cached=cached, sampled=sampled)
-        self._usage.count(amounts)
-        self._metrics.succeeded(prompt, cached, sampled)
 
     async def _forward(self, exchange: Exchange[T], asked: Asked) -> T:
         try:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Collection
+from contextlib import closing
 from typing import Any
 
-import aiohttp
 import msgspec
 
+from skyrl.http.client import AnswerStream
+from skyrl.http.connection import Interrupted
 from skyrl.inference.sidecar.call import Call, HeaderList, compact
 from skyrl.inference.sidecar.completion import Collected, basics, finish_reason, logprob_lists, routed_experts
-from skyrl.inference.sidecar.errors import BadRequest, ClientLeft, VllmAway, VllmBroke, VllmInterrupted
+from skyrl.inference.sidecar.errors import BadRequest, ClientLeft, VllmBroke, VllmInterrupted
 from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion
 from skyrl.inference.sidecar.generate_request import Logprobs
 from skyrl.inference.sidecar.in_flight import InFlight
@@ -95,7 +97,7 @@ class OpenaiAnswers:
         return meta
 
 
-async def checked(chunks: AsyncIterator[bytes], tokens: list[int]) -> bytes:
+async def checked(chunks: AsyncIterable[bytes], tokens: list[int]) -> bytes:
     """The beginning of a stream, up to the event that tells its prompt, or to an event without a sample. Raises
     VllmBroke if the prompt is another one."""
     begun = b""
@@ -236,9 +238,9 @@ class _Body:
         self._kept = body
         self._read.set()
 
-    def data(self) -> bytes | AsyncIterator[bytes] | None:
+    def data(self) -> bytes | AsyncIterator[bytes]:
         if not self.given:
-            return None
+            return b""
         return self._chunks() if self._kept is None else self._kept
 
     async def _chunks(self) -> AsyncIterator[bytes]:
@@ -264,7 +266,7 @@ class _Exchange:
 
     async def forward(self) -> None:
         started = time.monotonic()
-        async with await self._asked() as response:
+        with closing(await self._asked()) as response:
             try:
                 request = self.body.request
                 if request is None or request.is_plain:
@@ -273,63 +275,42 @@ class _Exchange:
                     await self._answer(response, in_our_words(await self._vllm.read(response)))
                 elif request.stream:
                     assert request.tokens is not None  # all else is refused for streams
-                    await self._pass(response, await checked(response.content.iter_any(), request.tokens))
+                    await self._pass(response, await checked(response, request.tokens))
                 else:
                     whole = await self._vllm.read(response)
                     await self._answer(response, await self._answers.whole(request, whole, started))
-            except (aiohttp.ClientError, OSError) as error:
+            except Interrupted as error:
                 raise VllmInterrupted(f"vLLM's answer broke: {error}") from error
 
-    async def _asked(self) -> aiohttp.ClientResponse:
+    async def _asked(self) -> AnswerStream:
         call, vllm = self._call, self._vllm
-        raw_path: bytes = call.scope.get("raw_path") or call.path.encode()
-        target = raw_path.decode("latin-1") + (f"?{call.query.decode('latin-1')}" if call.query else "")
-        given = _request_headers(call.scope["headers"], vllm, self.body.request)
-        try:
-            return await vllm.session.request(
-                call.method,
-                vllm.url(target),
-                data=self.body.data(),
-                headers=[(_text(name), _text(value)) for name, value in given],
-                allow_redirects=False,
-                skip_auto_headers=("Content-Type",),
-            )
-        except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-            raise VllmAway(f"vLLM cannot be reached: {error}") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise VllmInterrupted(f"vLLM closed the connection: {str(error) or type(error).__name__}") from error
+        path: bytes = call.scope.get("raw_path") or call.path.encode()
+        target = b"%s?%s" % (path, call.query) if call.query else path
+        headers = _request_headers(call.scope["headers"], vllm, self.body.request)
+        return await vllm.open(call.method, target, headers, self.body.data())
 
-    async def _pass(self, response: aiohttp.ClientResponse, begun: bytes) -> None:
+    async def _pass(self, response: AnswerStream, begun: bytes) -> None:
         """`begun`: what was read of the answer's body before."""
         await self._call.start(response.status, _answer_headers(response, HOP_BY_HOP))
         if begun:
             await self._call.write(begun, more=True)
-        async for chunk in response.content.iter_any():
+        async for chunk in response:
             await self._call.write(chunk, more=True)
         await self._call.write(b"", more=False)
 
-    async def _answer(self, response: aiohttp.ClientResponse, body: bytes) -> None:
+    async def _answer(self, response: AnswerStream, body: bytes) -> None:
         """An answer with another body than vLLM's."""
         await self._call.answer(response.status, body, _answer_headers(response, HOP_BY_HOP | {b"content-length"}))
 
 
-def _answer_headers(response: aiohttp.ClientResponse, left_out: Collection[bytes]) -> HeaderList:
-    return [pair for pair in response.raw_headers if pair[0].lower() not in left_out]
+def _answer_headers(response: AnswerStream, left_out: Collection[bytes]) -> HeaderList:
+    return [pair for pair in response.headers if pair[0] not in left_out]
 
 
-def _request_headers(given: HeaderList, vllm: Vllm, request: OpenaiRequest | None) -> Iterable[tuple[bytes, bytes]]:
+def _request_headers(given: HeaderList, vllm: Vllm, request: OpenaiRequest | None) -> HeaderList:
     """A key of the client's is for this server; vLLM gets its own, if the operator has given one. An answer that is
     read here must not be compressed."""
     left_out = HOP_BY_HOP | {b"host", b"expect"} | ({b"authorization"} if vllm.has_key else set())
     if request is not None:
         left_out |= {b"content-length"} | (set() if request.is_plain else {b"accept-encoding"})
-    yield from (pair for pair in given if pair[0].lower() not in left_out)
-    yield from ((name.encode(), value.encode()) for name, value in vllm.headers.items())
-
-
-def _text(value: bytes) -> str:
-    """As the HTTP client wants a header: it encodes UTF-8."""
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value.decode("latin-1")
+    return [*(pair for pair in given if pair[0].lower() not in left_out), *vllm.headers]

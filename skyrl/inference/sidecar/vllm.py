@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
+from contextlib import closing
 from typing import Any, NamedTuple
 
-import aiohttp
 import msgspec
-from yarl import URL
 
+from skyrl.http.client import AnswerStream, HttpClient, header_of
+from skyrl.http.connection import NOT_HTTP, HeaderList, Interrupted, NotAccepted
 from skyrl.inference.sidecar.errors import (
     NotOffered,
     Refused,
@@ -24,8 +25,6 @@ from skyrl.inference.sidecar.errors import (
 from skyrl.inference.sidecar.settings import SidecarSettings
 from skyrl.inference.vllm_plugin.protocol import INCARNATION as START_HEADER
 
-KEEP_ALIVE_S = 3.0
-"""uvicorn, which vLLM runs, closes idle connections after 5 s."""
 MAX_LINE = 8 * 2**20
 """Bytes of one line of a stream."""
 _PLACE = re.compile(r"'loc': 'body\.(\w+)")
@@ -48,31 +47,32 @@ class Vllm:
 
     def __init__(self, settings: SidecarSettings) -> None:
         self._settings = settings
-        self._base = settings.vllm_url
-        self._headers = {} if settings.vllm_api_key is None else {"Authorization": f"Bearer {settings.vllm_api_key}"}
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_s),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            read_bufsize=2**18,
-            skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept"),
-        )
+        key = settings.vllm_api_key
+        self.headers: HeaderList = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+        """What every request to vLLM carries."""
+        self._client = HttpClient(connect_s=settings.connect_s)
 
     @property
     def has_key(self) -> bool:
-        return bool(self._headers)
+        return bool(self.headers)
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """What every request to vLLM carries."""
-        return self._headers
-
-    def url(self, path_and_query: str) -> URL:
-        return URL(self._base + path_and_query, encoded=True)
+    async def open(
+        self, method: str, target: bytes, headers: HeaderList, body: bytes | AsyncIterator[bytes] = b""
+    ) -> AnswerStream:
+        """Send a request to `target`, path and query, and wait for the head of its answer, which must be closed. Raises
+        VllmAway, VllmBroke, VllmInterrupted."""
+        try:
+            return await self._client.open(method, self._settings.vllm_url, headers, body, target=target)
+        except NotAccepted as error:
+            kind = VllmAway if isinstance(error.__cause__, TimeoutError) else VllmGone
+            raise kind(f"vLLM cannot be reached: {error}") from error
+        except Interrupted as error:
+            if str(error).startswith(NOT_HTTP):
+                raise VllmBroke(f"vLLM's answer is not HTTP: {error}") from error
+            raise VllmInterrupted(f"vLLM closed the connection: {error}") from error
 
     async def close(self) -> None:
-        await self.session.close()
+        await self._client.close()
 
     async def call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         """The JSON of a short answer. Raises SidecarError; NotOffered if vLLM does not have the path."""
@@ -83,7 +83,7 @@ class Vllm:
         timeout_s = self._settings.control_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                status, answer = await self._exchange(method, path, body, {})
+                status, answer = await self._exchange(method, path, body)
         except TimeoutError:
             raise VllmAway(f"vLLM did not answer {path} within {timeout_s:g} s") from None
         if status == 404 and _is_unknown_route(answer):
@@ -96,73 +96,59 @@ class Vllm:
         """vLLM's own answer. Raises SidecarError."""
         try:
             async with asyncio.timeout(self._settings.control_s):
-                async with await self._send("GET", "/health", None, {}) as response:
-                    return Health(response.status, await self.read(response), response.headers.get(START_HEADER))
+                with closing(await self._send("GET", "/health", None)) as response:
+                    start = header_of(response.headers, START_HEADER.encode())
+                    return Health(response.status, await self.read(response), start)
         except TimeoutError:
             raise VllmAway(f"vLLM did not answer /health within {self._settings.control_s:g} s") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise VllmInterrupted(f"vLLM's answer broke: {_named(error)}") from error
 
     async def complete(self, body: dict[str, Any], request_id: str, path: str = COMPLETIONS) -> Any:
         """The whole answer of a route that samples; waits as long as vLLM samples. Cancelling closes the connection,
         and vLLM then ends the sample. Raises SidecarError."""
-        return self._decoded(*await self._exchange("POST", path, body, {"X-Request-Id": request_id}))
+        return self._decoded(*await self._exchange("POST", path, body, request_id))
 
     async def stream(self, body: dict[str, Any], request_id: str, path: str = COMPLETIONS) -> AsyncIterator[Any]:
         """The chunks of a stream, until `[DONE]`. Raises SidecarError."""
-        headers = {"X-Request-Id": request_id}
-        async with await self._send("POST", path, body, headers) as response:
+        with closing(await self._send("POST", path, body, request_id)) as response:
             try:
                 if response.status != 200:
                     self._decoded(response.status, await self.read(response))
                     raise VllmBroke(f"vLLM answered a stream with the status {response.status}")
-                async for line in _lines(response.content):
+                async for line in _lines(response):
                     if not line.startswith(b"data:"):
                         continue
                     data = line[5:].strip()
                     if data == b"[DONE]":
                         return
                     yield _json(data)
-            except (aiohttp.ClientError, OSError) as error:
-                raise VllmInterrupted(f"vLLM's stream broke: {_named(error)}") from error
+            except Interrupted as error:
+                raise VllmInterrupted(f"vLLM's stream broke: {error}") from error
         raise VllmInterrupted("vLLM's stream ended early")
 
-    async def _exchange(self, method: str, path: str, body: Any, headers: dict[str, str]) -> tuple[int, bytes]:
-        async with await self._send(method, path, body, headers) as response:
-            try:
-                return response.status, await self.read(response)
-            except (aiohttp.ClientError, OSError) as error:
-                raise VllmInterrupted(f"vLLM's answer broke: {_named(error)}") from error
+    async def _exchange(self, method: str, path: str, body: Any, request_id: str | None = None) -> tuple[int, bytes]:
+        with closing(await self._send(method, path, body, request_id)) as response:
+            return response.status, await self.read(response)
 
-    async def _send(self, method: str, path: str, body: Any, headers: dict[str, str]) -> aiohttp.ClientResponse:
-        data = None if body is None else msgspec.json.encode(body)
-        headers = self._headers | headers | ({} if data is None else {"Content-Type": "application/json"})
-        for attempt in (1, 2):
-            try:
-                return await self.session.request(
-                    method, self.url(path), data=data, headers=headers, allow_redirects=False
-                )
-            except aiohttp.ClientConnectorError as error:
-                raise VllmGone(f"vLLM cannot be reached: {_named(error)}") from error
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-                # vLLM closed an idle connection just as it was used, or it ended with this request.
-                if attempt == 2:
-                    raise VllmInterrupted(f"vLLM closed the connection: {_named(error)}") from error
-            except aiohttp.ServerTimeoutError as error:
-                raise VllmAway(f"vLLM cannot be reached: {_named(error)}") from error
-            except aiohttp.ClientError as error:
-                raise VllmBroke(f"vLLM's answer is not HTTP: {_named(error)}") from error
-        raise AssertionError("unreachable")
+    async def _send(self, method: str, path: str, body: Any, request_id: str | None = None) -> AnswerStream:
+        headers = self.headers if request_id is None else [*self.headers, (b"x-request-id", request_id.encode())]
+        data = b""
+        if body is not None:
+            data, headers = msgspec.json.encode(body), [*headers, (b"content-type", b"application/json")]
+        try:
+            return await self.open(method, path.encode(), headers, data)
+        except VllmInterrupted:  # vLLM closed an idle connection just as it was used, or it ended with this request
+            return await self.open(method, path.encode(), headers, data)
 
-    async def read(self, response: aiohttp.ClientResponse) -> bytes:
-        """The whole body. Raises VllmBroke for a larger one than is taken, aiohttp's errors."""
-        most, chunks, size = self._settings.max_answer_bytes, [], 0
-        async for chunk in response.content.iter_any():
-            size += len(chunk)
-            if size > most:
-                raise VllmBroke(f"vLLM's answer has more than {most} bytes")
-            chunks.append(chunk)
-        return b"".join(chunks)
+    async def read(self, response: AnswerStream) -> bytes:
+        """The whole body. Raises VllmBroke for a larger one than is taken, VllmInterrupted."""
+        most = self._settings.max_answer_bytes
+        try:
+            body, whole = await response.read_all(most)
+        except Interrupted as error:
+            raise VllmInterrupted(f"vLLM's answer broke: {error}") from error
+        if not whole:
+            raise VllmBroke(f"vLLM's answer has more than {most} bytes")
+        return body
 
     def _decoded(self, status: int, answer: bytes) -> Any:
         if status == 200:
@@ -209,15 +195,11 @@ def _json(data: bytes) -> Any:
         raise VllmBroke(f"vLLM's answer is not JSON: {error}") from error
 
 
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+async def _lines(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
     rest = b""
-    async for chunk in content.iter_any():
+    async for chunk in pieces:
         *lines, rest = (rest + chunk).split(b"\n")
         if len(rest) > MAX_LINE:
             raise VllmBroke(f"vLLM's stream has a line of more than {MAX_LINE} bytes")
         for line in lines:
             yield line
-
-
-def _named(error: BaseException) -> str:
-    return str(error) or type(error).__name__

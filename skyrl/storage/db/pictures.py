@@ -15,9 +15,9 @@ import msgspec
 from cachetools import LRUCache
 from sqlalchemy import Connection, and_, bindparam, delete, exists, func, or_, select, text
 
-from skyrl.base.pictures.picture import PictureFormat
+from skyrl.base.pictures.picture import PictureFormat, Pictures
 from skyrl.base.pictures.places import KnownPicture
-from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.errors import FailedRequest, RequestError
 from skyrl.storage.db.database import Database, in_groups
 from skyrl.storage.db.futures import futures
 from skyrl.storage.db.models import LIVING
@@ -189,6 +189,14 @@ class PictureFiles:
         """`read`, on a thread if a file is not in memory."""
         found, missing = self._in_memory(tenant, digests)
         return found if not missing else await asyncio.to_thread(self.read, tenant, digests)
+
+    async def of(self, pictures: Pictures) -> dict[str, bytes]:
+        """The files of a request's pictures, by digest. Raises FailedRequest if one is not stored any more."""
+        digests = {picture.digest for picture in pictures.placed}
+        found = await self.read_async(pictures.tenant, digests)
+        if len(found) < len(digests):
+            raise FailedRequest("an image of this request is not stored any more")
+        return found
 
     def _in_memory(self, tenant: str, digests: Collection[str]) -> tuple[dict[str, bytes], list[str]]:
         found: dict[str, bytes] = {}

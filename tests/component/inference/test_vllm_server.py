@@ -44,7 +44,7 @@ from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
 from skyrl.router.broadcast import Broadcasts
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
-from skyrl.router.worker import ControlClient
+from skyrl.router.worker import fetch
 from skyrl.runtime.processes.ports import free_port
 from skyrl.sampling import client as prompt_apart
 from skyrl.sampling import completion
@@ -311,24 +311,23 @@ async def test_the_router_loads_an_adapter_on_all_workers_though_one_had_it(
     assert one is not other
     headers = [(b"authorization", f"Bearer {KEY}".encode()), (b"content-type", b"application/json")]
 
-    async with ControlClient() as client:
-        broadcasts = Broadcasts(pool, client.fetch)
+    broadcasts = Broadcasts(pool, fetch)
 
-        async def status(path: str, **fields: str) -> int:
-            async def body() -> bytes:
-                return json.dumps({"lora_name": "spread", **fields}).encode()
+    async def status(path: str, **fields: str) -> int:
+        async def body() -> bytes:
+            return json.dumps({"lora_name": "spread", **fields}).encode()
 
-            reply = await broadcasts.answer("POST", path, b"", headers, body)
-            assert reply is not None
-            return reply.status
+        reply = await broadcasts.answer("POST", path, b"", headers, body)
+        assert reply is not None
+        return reply.status
 
-        path = str(adapter(tmp_path / "a", 8))
-        assert await status("/v1/load_lora_adapter", lora_path=path) == 200
-        assert "spread" in await models(served)
-        assert await status("/v1/load_lora_adapter", lora_path=str(tmp_path / "other")) == 400
-        assert await status("/v1/unload_lora_adapter") == 200
-        assert await status("/v1/unload_lora_adapter") == 404
-        assert "spread" not in await models(served)
+    path = str(adapter(tmp_path / "a", 8))
+    assert await status("/v1/load_lora_adapter", lora_path=path) == 200
+    assert "spread" in await models(served)
+    assert await status("/v1/load_lora_adapter", lora_path=str(tmp_path / "other")) == 400
+    assert await status("/v1/unload_lora_adapter") == 200
+    assert await status("/v1/unload_lora_adapter") == 404
+    assert "spread" not in await models(served)
 
 
 async def test_an_adapter_from_the_checkpoint_store_samples_as_its_files_do_also_after_the_store_has_lost_it(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from skyrl.router.broadcast import Broadcasts
 from skyrl.router.messages import Reply
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
-from skyrl.router.worker import ControlClient
+from skyrl.router.worker import fetch
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 ALREADY = (400, b'{"error":{"message":"The lora adapter \'a\' has already been loaded. If you want to load it again"}}')
@@ -29,11 +28,11 @@ def models(path: str) -> tuple[int, bytes]:
 class World:
     """Two registered servers, and the broadcasts over them."""
 
-    def __init__(self, servers: list[SmallWorker], client: ControlClient) -> None:
+    def __init__(self, servers: list[SmallWorker]) -> None:
         self.servers = servers
         self.pool = WorkerPool(LeastInFlight())
         self.workers = [self.pool.add(server.url) for server in servers]
-        self.broadcasts = Broadcasts(self.pool, client.fetch)
+        self.broadcasts = Broadcasts(self.pool, fetch)
 
     async def reply(self, method: str, target: str, sent: Any = None) -> Reply | None:
         path, _, query = target.partition("?")
@@ -55,9 +54,8 @@ class World:
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
-    async with AsyncExitStack() as stack:
-        servers = await stack.enter_async_context(small_workers(2))
-        yield World(servers, await stack.enter_async_context(ControlClient()))
+    async with small_workers(2) as servers:
+        yield World(servers)
 
 
 async def test_an_abort_reaches_every_worker_as_it_was_sent(world: World) -> None:

@@ -12,7 +12,7 @@ from small_workers import small_workers
 from skyrl.router.health import HealthProber
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import Change, WorkerPool
-from skyrl.router.worker import ControlClient, Refused, Unreachable, Worker, WorkerState
+from skyrl.router.worker import Refused, Unreachable, Worker, WorkerState, fetch
 
 SOON_S = 0.01
 NEVER_S = 3600.0
@@ -21,13 +21,12 @@ THRESHOLD = 2
 
 @asynccontextmanager
 async def prober(pool: WorkerPool, interval_s: float = SOON_S, timeout_s: float = 60) -> AsyncIterator[None]:
-    async with ControlClient() as client:
-        probes = HealthProber(pool, interval_s, THRESHOLD, client.fetch, timeout_s, quarantined_interval_s=SOON_S)
-        task = asyncio.create_task(probes.run())
-        yield
-        assert not task.done()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    probes = HealthProber(pool, interval_s, THRESHOLD, fetch, timeout_s, quarantined_interval_s=SOON_S)
+    task = asyncio.create_task(probes.run())
+    yield
+    assert not task.done()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.fixture
@@ -151,17 +150,17 @@ async def test_a_held_worker_is_not_revived_by_probes(pool: WorkerPool) -> None:
 
 
 async def test_an_answer_over_the_bound_is_none() -> None:
-    async with small_workers(1) as (server,), ControlClient(max_answer_bytes=10) as client:
+    async with small_workers(1) as (server,):
         server.answers["/"] = (200, b"x" * 11)
         with pytest.raises(Unreachable, match="exceeds 10 bytes"):
-            await client.fetch("GET", f"{server.url}/", (), b"", 60)
+            await fetch("GET", f"{server.url}/", (), b"", 60, max_bytes=10)
 
 
 async def test_why_a_server_is_unreachable_is_told() -> None:
-    async with small_workers(1) as (server,), ControlClient() as client:
+    async with small_workers(1) as (server,):
         server.hangs = True
         with pytest.raises(Unreachable, match=r"no answer within 0\.01 s"):
-            await client.fetch("GET", server.url, (), b"", SOON_S)
+            await fetch("GET", server.url, (), b"", SOON_S)
         await server.stop()
         with pytest.raises(Refused, match="refused|Connect call failed"):
-            await client.fetch("GET", server.url, (), b"", 60)
+            await fetch("GET", server.url, (), b"", 60)

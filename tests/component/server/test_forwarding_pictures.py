@@ -9,7 +9,7 @@ import json
 import socket
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.exchanges import MAX_FILES_BYTES, MAX_SENDS
 from skyrl.sampling.job import Pictures, SampleJob
 from skyrl.sampling.servers import FixedEndpoint
+from skyrl.storage.db.pictures import PictureFiles
 from tests.sample_jobs import JOB as TEXT_JOB
 
 IMAGE = 99
@@ -41,14 +42,14 @@ JOB = msgspec.structs.replace(
 ADAPTER = msgspec.structs.replace(JOB, model="m1@1", weights=AdapterVersion("m1@1"))
 
 
-class Files:
+class Files(PictureFiles):
     """The stored files, and how often they were read."""
 
     def __init__(self) -> None:
         self.stored = {PICTURE.digest: bytes(bytearray(FILE))}  # a copy, to which nothing else refers
         self.reads = 0
 
-    async def read(self, pictures: Pictures) -> Mapping[str, bytes]:
+    async def of(self, pictures: Pictures) -> dict[str, bytes]:
         self.reads += 1
         for picture in pictures.placed:
             if picture.digest not in self.stored:

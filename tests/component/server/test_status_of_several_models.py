@@ -109,6 +109,6 @@ async def test_usage_is_counted_for_each_base_model(two_models: Api) -> None:
     for name in (STUDENT, TEACHER):
         promise = await two_models.sample(await two_models.sampler(base_model=name), 0)
         assert (await two_models.result(promise["request_id"])).status_code == 200
-    await two_models.services.served[0].lane.forwarded._usage.flush()
+    await two_models.usage.flush()
     lines = {line["base_model"]: line["sampled"] for line in (await ask(two_models, "usage"))["usage"]}
     assert lines == {STUDENT: 3, TEACHER: 3}

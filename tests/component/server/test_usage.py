@@ -47,7 +47,7 @@ def hour(seconds: float) -> str:
 
 async def events(api: Api, **headers: str) -> dict[str, Any]:
     """The usage of the last and the current hour."""
-    await api.services.served[0].lane.forwarded._usage.flush()
+    await api.usage.flush()
     window = {"starting_on": hour(time.time() - HOUR_S), "ending_before": hour(time.time() + HOUR_S)}
     answer = await api.http.get("/api/v1/billing/usage/events", params=window, headers=headers)
     assert answer.status_code == 200, answer.text
@@ -147,7 +147,7 @@ async def test_a_failed_write_of_usage_is_tried_again_and_counts_once(
 ) -> None:
     sampler = await api.sampler()
     await api.result((await api.sample(sampler, 0))["request_id"])
-    counter = api.services.served[0].lane.forwarded._usage
+    counter = api.usage
 
     async def fail(_: object) -> None:
         raise OSError("disk full")

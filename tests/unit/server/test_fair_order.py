@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.job import SampleJob
+from skyrl.sampling.metrics import Used
 from skyrl.sampling.order import FairOrder, Place
 from tests import sample_jobs
 
@@ -50,7 +50,7 @@ class Server:
         """End a running sample with `length` tokens in each sequence, by default `max_tokens`."""
         place, job = self.running.pop(index % len(self.running))
         tokens = job.num_samples * (job.max_tokens or 0 if length is None else length)
-        self.order.leave(place, job.num_samples, SampleAnswer(b"", len(job.prompt), 0, tokens), self.name)
+        self.order.leave(place, job.num_samples, Used(len(job.prompt), 0, tokens), self.name)
         self._start_waiting()
 
     @property
@@ -165,7 +165,7 @@ def test_two_processes_that_agree_on_the_time_give_comparable_priorities() -> No
     """One process has run for long. The processes know different tenants."""
     busy, fresh = FairOrder(), FairOrder()
     for _ in range(1_000):
-        busy.leave(busy.enter("a", JOB), 1, SampleAnswer(b"", 1, 0, 9))
+        busy.leave(busy.enter("a", JOB), 1, Used(1, 0, 9))
     fresh.catch_up(busy.now)
     busy.catch_up(0)
     assert abs(busy.enter("a", JOB).priority - fresh.enter("b", JOB).priority) <= COST
@@ -211,7 +211,7 @@ def test_a_replica_that_gives_no_answers_does_not_hold_the_time() -> None:
 def test_the_servers_that_are_remembered_have_a_bound() -> None:
     order = FairOrder()
     for number in range(5_000):
-        order.leave(order.enter("a", JOB), 1, SampleAnswer(b"", 1, 0, 9), f"http://10.0.0.1:{number}")
+        order.leave(order.enter("a", JOB), 1, Used(1, 0, 9), f"http://10.0.0.1:{number}")
     assert len(order._servers) <= 2_000
 
 

@@ -8,10 +8,11 @@ from typing import Any, cast
 import pytest
 
 from skyrl.chat.openai.errors import code_in, refusal_of
-from skyrl.chat.openai.exchanges import DONE, EventRewriter, Events, Used, rewritten
+from skyrl.chat.openai.exchanges import DONE, EventRewriter, Events, rewritten
 from skyrl.http.client import Answer, AnswerStream
 from skyrl.http.connection import Interrupted
 from skyrl.sampling.completion import AbortedAnswer, MalformedAnswer
+from skyrl.sampling.metrics import Used
 
 WIRE = b': ping\n\ndata: {"a": "x\\n\\n"}\n\ndata:{"b": 2}\n\ndata: [DONE]\n\n'
 

@@ -25,7 +25,6 @@ from skyrl.sampling.job import (
     MAX_SAMPLED,
     MAX_SEED,
     MAX_STOP_STRINGS,
-    ContextLimits,
 )
 
 LIMITS = ContextLimits(vocab_size=1000, max_context=4096)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter, defaultdict, deque
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from skyrl.base.types.requests import Command, Kind
+from skyrl.base.types.requests import FILE_COMMANDS, Command, Kind
 from skyrl.engine.queues import ModelQueue, ModelView
 from skyrl.engine.scheduler import (
     EXCLUSIVE_COST,
@@ -23,6 +24,9 @@ from skyrl.engine.scheduler import (
 )
 
 _numbers = itertools.count(1)
+SLOTS = "abcdef"
+PASSES = [Kind.FORWARD, Kind.FORWARD_BACKWARD]
+OTHERS = sorted(set(Kind) - {*PASSES, Kind.SAMPLE, Kind.EXTERNAL, Kind.UNLOAD_MODEL})
 
 
 def command(
@@ -30,10 +34,6 @@ def command(
 ) -> Command:
     row = next(_numbers)
     return Command(row, f"r{row}", kind, tenant, "session", model, seq, None, None, "json", size)
-
-
-def exclusive_command(model: str, seq: int) -> Command:
-    return command(model, seq, Kind.OPTIM_STEP)
 
 
 def sample(tenant: str = "tenant") -> Command:
@@ -55,74 +55,195 @@ def passes_of(queue: Scheduler) -> list[Command]:
     return passes
 
 
-def exclusive_of(queue: Scheduler) -> list[Command]:
-    """Take and finish the exclusive commands and saves that may run now."""
-    exclusive = [*queue.take_file_commands(), *queue.take_exclusive("abcdefm")]
-    queue.finish(exclusive)
-    return exclusive
-
-
 def model_and_number(commands: list[Command]) -> list[tuple[str | None, int | None]]:
     return [(item.model_id, item.seq_id) for item in commands]
 
 
-@pytest.mark.parametrize("arrival", list(itertools.permutations([0, 1, 2])))
-def test_passes_of_a_model_run_in_order_of_number_whatever_the_arrival(arrival: tuple[int, ...]) -> None:
-    queue = scheduler(*(command("m", seq) for seq in arrival))
-    assert model_and_number(passes_of(queue)) == [("m", 0), ("m", 1), ("m", 2)]
-    assert not queue.has_work
+class Order(RuleBasedStateMachine):
+    """What runs when, against a model in plain words: a model's commands run in the order of their numbers and one
+    batch at a time, passes together and other commands alone; saves and loads apart from turns; a suspect alone."""
 
+    models = st.sampled_from(SLOTS)
 
-def test_commands_wait_for_a_missing_lower_number() -> None:
-    queue = scheduler(command("m", 2), command("m", 1))
-    assert not queue.has_work
-    assert queue.waiting == 2
-    assert passes_of(queue) == []
-    queue.add(command("m", 0))
-    assert model_and_number(passes_of(queue)) == [("m", 0), ("m", 1), ("m", 2)]
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = Scheduler(4 * EXCLUSIVE_COST)
+        self.generation = Counter[str]()
+        """How often each slot's model was closed: ids are not used again."""
+        self.next: dict[str, int] = {}
+        self.numbered: dict[str, dict[int, Command]] = {}
+        self.unloads: dict[str, list[Command]] = {}
+        self.samples: list[Command] = []
+        self.running: list[list[Command]] = []
+        self.suspects: set[str] = set()
 
+    def model(self, slot: str) -> str:
+        """The open model of the slot."""
+        name = f"{slot}{self.generation[slot]}"
+        if name not in self.next:
+            self.next[name], self.numbered[name], self.unloads[name] = 0, {}, []
+            self.queue.open_model(name)
+        return name
 
-def test_a_turn_takes_passes_up_to_the_next_exclusive_command() -> None:
-    queue = scheduler(
-        command("m", 0),
-        command("m", 1, Kind.FORWARD),
-        exclusive_command("m", 2),
-        command("m", 3),
-        exclusive_command("m", 4),
+    def waiting(self, model: str) -> list[Command]:
+        return [*self.numbered[model].values(), *self.unloads[model]]
+
+    def runs(self) -> list[Command]:
+        return [item for batch in self.running for item in batch]
+
+    def head(self, model: str) -> Command | None:
+        numbered, unload = self.numbered[model].get(self.next[model]), next(iter(self.unloads[model]), None)
+        if model in {item.model_id for item in self.runs()}:
+            return None
+        return numbered if unload is None or (numbered is not None and numbered.n < unload.n) else unload
+
+    def runnable(self) -> list[Command]:
+        """The heads that may run."""
+        heads = [head for model in self.next if (head := self.head(model)) is not None]
+        if any(item.request_id in self.suspects for item in self.runs()):
+            return []
+        if suspects := [head for head in heads if head.request_id in self.suspects]:
+            return [] if self.runs() else suspects
+        return heads
+
+    def check(self, batch: list[Command], kinds: Callable[[Command], bool]) -> None:
+        """`batch` was taken of the runnable commands of these kinds: each model's in order, no suspect with others."""
+        assert bool(batch) == any(kinds(head) for head in self.runnable())
+        assert set(first_of_each(batch)) <= set(self.runnable())
+        assert all(kinds(item) for item in batch)
+        assert len(batch) <= 1 or self.suspects.isdisjoint(item.request_id for item in batch)
+        for item in batch:
+            model = str(item.model_id)
+            if item.kind is Kind.UNLOAD_MODEL:
+                self.unloads[model].remove(item)
+            else:
+                assert item.seq_id == self.next[model]
+                self.next[model] += 1
+                assert self.numbered[model].pop(item.seq_id) is item
+        if batch:
+            self.running.append(batch)
+
+    @rule(
+        slot=models,
+        gap=st.sampled_from([0, 0, 0, 1, 3]),
+        kind=st.sampled_from(PASSES) | st.sampled_from(OTHERS),
+        size=st.integers(1, 4 * EXCLUSIVE_COST),
     )
-    assert model_and_number(passes_of(queue)) == [("m", 0), ("m", 1)]
-    assert passes_of(queue) == []
-    assert model_and_number(exclusive_of(queue)) == [("m", 2)]
-    assert exclusive_of(queue) == []
-    assert model_and_number(passes_of(queue)) == [("m", 3)]
-    assert model_and_number(exclusive_of(queue)) == [("m", 4)]
-    assert not queue.has_work
+    def arrive(self, slot: str, gap: int, kind: Kind, size: int) -> None:
+        model = self.model(slot)
+        missing = [n for n in range(self.next[model], self.next[model] + 40) if n not in self.numbered[model]]
+        added = command(model, missing[gap], kind, size, tenant=slot)
+        self.numbered[model][missing[gap]] = added
+        self.queue.add(added)
+
+    @rule(slot=models)
+    def unload(self, slot: str) -> None:
+        row, model = next(_numbers), self.model(slot)
+        self.unloads[model].append(
+            Command(row, f"r{row}", Kind.UNLOAD_MODEL, slot, "session", model, None, None, None, "json", 10)
+        )
+        self.queue.add(self.unloads[model][-1])
+
+    @rule()
+    def sample(self) -> None:
+        self.samples.append(sample())
+        self.queue.add(self.samples[-1])
+
+    @rule(data=st.data())
+    def suspect(self, data: st.DataObject) -> None:
+        if waiting := [item for model in self.next for item in self.waiting(model)]:
+            found = data.draw(st.sampled_from(waiting))
+            self.suspects.add(found.request_id)
+            self.queue.suspect([found.request_id])
+
+    @rule()
+    def take_passes(self) -> None:
+        batch = self.queue.take_passes(self.queue.ready_models())
+        assert len(batch) <= 1 or sum(map(cost_of, batch)) <= self.queue.budget
+        self.check(batch, lambda item: item.is_pass)
+
+    @rule()
+    def take_exclusive(self) -> None:
+        ready = [item for item in self.runnable() if not item.is_pass and item.kind not in FILE_COMMANDS]
+        most = 1 if any(item.request_id in self.suspects for item in ready) else 5
+        batch = self.queue.take_exclusive(list(self.next))
+        assert len(batch) == len(first_of_each(batch)) == min(most, len(ready))
+        self.check(batch, lambda item: not item.is_pass and item.kind not in FILE_COMMANDS)
+
+    @rule()
+    def take_file_commands(self) -> None:
+        free = FILES_AT_ONCE - sum(item.kind in FILE_COMMANDS for item in self.runs())
+        batch = self.queue.take_file_commands()
+        assert len(batch) == len(first_of_each(batch)) <= free
+        if free:
+            self.check(batch, lambda item: item.kind in FILE_COMMANDS)
+
+    @rule()
+    def take_samples(self) -> None:
+        assert self.queue.take_samples() == self.samples
+        self.queue.finish(self.samples)
+        self.samples = []
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        batch = data.draw(st.sampled_from(self.running))
+        self.running.remove(batch)
+        self.queue.finish(batch)
+        self.suspects -= {item.request_id for item in batch}
+        for item in batch:
+            if item.kind is Kind.UNLOAD_MODEL:
+                self.close(str(item.tenant))
+
+    @rule(slot=models)
+    def close(self, slot: str) -> None:
+        """Its commands are forgotten, and a suspect among them delays no other model."""
+        model = self.model(slot)
+        left = self.waiting(model)
+        assert model in self.queue
+        assert self.queue.close_model(model) == left
+        assert model not in self.queue
+        assert self.queue.close_model(model) == []
+        self.suspects -= {item.request_id for item in left}
+        del self.next[model], self.numbered[model], self.unloads[model]
+        self.generation[slot] += 1
+
+    @rule(slot=models)
+    def give_up(self, slot: str) -> None:
+        model = self.model(slot)
+        view = self.queue.views().get(model)
+        if view is None or view.missing is None:
+            return
+        assert view.missing == self.next[model]
+        last = max(self.numbered[model])
+        late = [command(model, number) for number in range(last + 2)]
+        assert self.queue.give_up(model) == [each for _, each in sorted(self.numbered[model].items())]
+        assert [self.queue.is_late(each) for each in late] == [True] * (last + 1) + [False]
+        self.suspects -= {item.request_id for item in self.numbered[model].values()}
+        self.next[model], self.numbered[model] = last + 1, {}
+
+    @rule(slot=models, number=st.integers(0, 9))
+    def open_again(self, slot: str, number: int) -> None:
+        """The next number stays."""
+        self.queue.open_model(self.model(slot), number)
+
+    @invariant()
+    def shows_what_waits(self) -> None:
+        waiting = [*self.samples, *(item for model in self.next for item in self.waiting(model))]
+        turns = {str(head.model_id) for head in self.runnable() if head.kind not in FILE_COMMANDS}
+        assert self.queue.waiting == len(waiting)
+        assert self.queue.last_row == max((item.n for item in [*waiting, *self.runs()]), default=0)
+        assert set(self.queue.ready_models()) == turns
+        assert self.queue.has_work == bool(turns or self.samples)
 
 
-@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.SAMPLE, Kind.EXTERNAL}))
-def test_every_command_but_a_pass_is_an_exclusive_command(kind: Kind) -> None:
-    queue = scheduler(command("m", 0, kind), command("m", 1))
-    assert passes_of(queue) == []
-    assert model_and_number(exclusive_of(queue)) == [("m", 0)]
+def first_of_each(batch: list[Command]) -> list[Command]:
+    """The first command of each model."""
+    return list({item.model_id: item for item in reversed(batch)}.values())
 
 
-def test_a_turn_takes_one_exclusive_command_of_each_model() -> None:
-    queue = scheduler(exclusive_command("a", 0), exclusive_command("a", 1), exclusive_command("b", 0))
-    assert model_and_number(exclusive_of(queue)) == [("a", 0), ("b", 0)]
-    assert model_and_number(exclusive_of(queue)) == [("a", 1)]
-
-
-def test_a_missing_number_delays_its_model_and_no_other() -> None:
-    queue = scheduler(
-        command("a", 0), command("a", 2), exclusive_command("a", 3), command("b", 0), exclusive_command("b", 1)
-    )
-    assert model_and_number(passes_of(queue)) == [("a", 0), ("b", 0)]
-    assert model_and_number(exclusive_of(queue)) == [("b", 1)]
-    assert not queue.has_work
-    assert queue.waiting == 2
-    queue.add(command("a", 1))
-    assert model_and_number(passes_of(queue)) == [("a", 1), ("a", 2)]
-    assert model_and_number(exclusive_of(queue)) == [("a", 3)]
+TestOrder = Order.TestCase
+TestOrder.settings = settings(max_examples=200, stateful_step_count=40)
 
 
 def count_by_model(commands: list[Command]) -> Counter[str | None]:
@@ -406,38 +527,6 @@ def test_models_take_turns_at_being_first() -> None:
     assert [passes_of(queue)[0].model_id for _ in range(3)] == ["a", "b", "c"]
 
 
-def test_a_missing_number_that_is_given_up_is_late_and_the_model_goes_on() -> None:
-    queue = scheduler(command("m", 1), command("m", 0), command("m", 3), exclusive_command("m", 6))
-    later = replace(command("m", 4), not_before=9.0)
-    queue.add(later)
-    assert model_and_number(passes_of(queue)) == [("m", 0), ("m", 1)]
-    assert queue.views()["m"].missing == 2
-    assert model_and_number(queue.give_up("m")) == [("m", 3), ("m", 4), ("m", 6)]
-    assert queue.waiting == 0
-    assert [queue.is_late(command("m", seq)) for seq in (2, 5, 7)] == [True, True, False]
-    queue.add(command("m", 7))
-    assert model_and_number(passes_of(queue)) == [("m", 7)]
-    assert not queue.is_late(command("unknown", 0))
-
-
-def test_opening_a_model_again_keeps_its_next_number() -> None:
-    queue = scheduler()
-    queue.open_model("m", next_seq=7)
-    queue.open_model("m", next_seq=0)
-    queue.add(command("m", 7))
-    assert model_and_number(passes_of(queue)) == [("m", 7)]
-
-
-def test_all_waiting_samples_are_taken_at_once() -> None:
-    samples = [sample(), sample()]
-    queue = scheduler(*samples)
-    assert queue.has_work
-    assert queue.waiting == 2
-    assert queue.take_samples() == samples
-    assert queue.take_samples() == []
-    assert not queue.has_work
-
-
 def test_many_samples_of_one_tenant_do_not_keep_out_another_tenants() -> None:
     many = [sample("many") for _ in range(2 * SAMPLES_AT_ONCE)]
     few = [sample("few") for _ in range(3)]
@@ -452,82 +541,6 @@ def test_many_samples_of_one_tenant_do_not_keep_out_another_tenants() -> None:
     rest = queue.take_samples() + queue.take_samples()
     assert [item.n for item in rest] == [item.n for item in many[SAMPLES_AT_ONCE - 3 :]]
     assert not queue.has_work
-
-
-def test_closing_a_model_removes_its_commands() -> None:
-    queue = scheduler(command("a", 0), command("a", 5), command("b", 0))
-    assert "a" in queue
-    assert sorted(model_and_number(queue.close_model("a"))) == [("a", 0), ("a", 5)]
-    assert "a" not in queue
-    assert queue.close_model("a") == []
-    assert model_and_number(passes_of(queue)) == [("b", 0)]
-
-
-def test_last_row_is_the_newest_waiting_row() -> None:
-    first, second, third = command("m", 5), command("m", 0), sample()
-    queue = scheduler(first, second, third)
-    assert queue.last_row == third.n
-    queue.finish(queue.take_samples())
-    passes_of(queue)
-    assert queue.last_row == first.n
-    queue.close_model("m")
-    assert queue.last_row == 0
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_any_interleaving_keeps_every_models_order(seed: int) -> None:
-    """With random kinds, sizes, arrivals and turns, each command runs once, in order of number, and no pass runs before
-    an earlier exclusive command or after a later one."""
-    rng = random.Random(seed)
-    arrivals: list[Command] = []
-    for model in "abcdef"[: rng.randint(1, 6)]:
-        for seq in range(rng.randint(1, 30)):
-            kind = rng.choice([Kind.FORWARD_BACKWARD, Kind.FORWARD, Kind.OPTIM_STEP, Kind.SAVE_WEIGHTS])
-            arrivals.append(command(model, seq, kind, rng.randint(1, 400)))
-    expected = defaultdict(list)
-    for arrival in arrivals:
-        expected[arrival.model_id].append(arrival.seq_id)
-    rng.shuffle(arrivals)
-    queue, ran = Scheduler(1_000), defaultdict(list)
-    while arrivals or queue.waiting:
-        for _ in range(rng.randint(0, 6)):
-            if arrivals:
-                queue.add(arrivals.pop())
-        passes = passes_of(queue)
-        assert all(item.is_pass for item in passes)
-        for _ in range(rng.randint(0, 2)):  # the engine reads its log again
-            if arrivals:
-                queue.add(arrivals.pop())
-        exclusive = exclusive_of(queue)
-        assert not any(item.is_pass for item in exclusive)
-        assert len({item.model_id for item in exclusive}) == len(exclusive)
-        for done in (*passes, *exclusive):
-            ran[done.model_id].append(done.seq_id)
-    assert ran == expected
-    assert queue.waiting == 0
-
-
-def test_a_model_is_not_ready_while_one_of_its_commands_runs() -> None:
-    queue = scheduler(command("m", 0), command("n", 0), exclusive_command("m", 1))
-    running = queue.take_passes(["m"])
-    assert model_and_number(running) == [("m", 0)]
-    assert queue.ready_models() == ["n"]
-    assert queue.take_exclusive(["m", "n"]) == []
-    assert queue.last_row >= running[0].n
-    queue.finish(running)
-    assert model_and_number(queue.take_exclusive(["m"])) == [("m", 1)]
-
-
-def test_saves_are_taken_apart_from_turns() -> None:
-    queue = scheduler(command("m", 0, Kind.SAVE_WEIGHTS_FOR_SAMPLER), command("n", 0), command("m", 1))
-    assert queue.ready_models() == ["n"]
-    assert queue.take_exclusive(["m"]) == []
-    saves = queue.take_file_commands()
-    assert model_and_number(saves) == [("m", 0)]
-    assert queue.take_file_commands() == []
-    assert queue.ready_models() == ["n"], "the command after the save waits for it"
-    queue.finish(saves)
-    assert set(queue.ready_models()) == {"m", "n"}
 
 
 def saves_of(tenant: str, count: int) -> list[Command]:
@@ -605,80 +618,3 @@ def test_saves_count_toward_their_tenants_share_of_training() -> None:
     taken = [item.tenant for _ in range(ahead // 2) for item in passes_of(queue)]
     assert Counter(taken) == {"b": ahead}, "the other tenant catches up on the work of the saves"
     assert count_by_model(passes_of(queue)) == {"a-trains": 1, "b-trains": 1}
-
-
-def unload(model: str) -> Command:
-    row = next(_numbers)
-    return Command(row, f"r{row}", Kind.UNLOAD_MODEL, "tenant", "session", model, None, None, None, "json", 10)
-
-
-def test_an_unload_runs_after_earlier_commands_and_before_later_ones() -> None:
-    first, step, last, later = command("m", 0), exclusive_command("m", 1), unload("m"), command("m", 2)
-    queue = scheduler(last, later, step, first)
-    assert model_and_number(passes_of(queue)) == [("m", 0)]
-    assert model_and_number(exclusive_of(queue)) == [("m", 1)]
-    assert passes_of(queue) == []
-    assert exclusive_of(queue) == [last]
-    assert queue.close_model("m") == [later]
-
-
-def test_an_unload_does_not_wait_for_a_missing_number() -> None:
-    stuck, last = command("m", 3), unload("m")
-    queue = scheduler(stuck, last)
-    assert queue.waiting == 2
-    assert queue.last_row == last.n
-    assert exclusive_of(queue) == [last]
-    assert queue.close_model("m") == [stuck]
-
-
-def test_a_suspect_runs_alone_and_before_other_models() -> None:
-    commands = [
-        command("a", 0),
-        command("a", 1),
-        command("a", 2),
-        command("b", 0),
-        exclusive_command("b", 1),
-        command("c", 0),
-    ]
-    queue = scheduler(*commands)
-    queue.suspect([commands[1].request_id, commands[3].request_id, commands[4].request_id])
-    batches: list[list[tuple[str | None, int | None]]] = []
-    while queue.has_work:
-        models = queue.ready_models()
-        for batch in (queue.take_passes(models), queue.take_exclusive(models)):
-            if batch:
-                batches.append(model_and_number(batch))
-            queue.finish(batch)
-    assert batches[0] == [("b", 0)], "this suspect is the first of its model, so it runs before all other models"
-    assert Counter(itertools.chain(*batches)) == Counter(model_and_number(commands))
-    alone = {("a", 1), ("b", 0), ("b", 1)}
-    assert all(len(batch) == 1 for batch in batches if alone & set(batch)), batches
-
-
-def test_a_suspect_waits_for_running_commands_and_the_others_wait_for_it() -> None:
-    save, step, other = (
-        command("a", 0, Kind.SAVE_WEIGHTS),
-        exclusive_command("b", 0),
-        command("c", 0, Kind.SAVE_WEIGHTS),
-    )
-    queue = scheduler(save)
-    assert queue.take_file_commands() == [save]
-    for added in (step, other):
-        queue.add(added)
-    queue.suspect([step.request_id])
-    assert not queue.has_work
-    assert queue.take_file_commands() == []
-    queue.finish([save])
-    assert queue.take_exclusive(queue.ready_models()) == [step]
-    assert queue.take_file_commands() == []
-    queue.finish([step])
-    assert queue.take_file_commands() == [other]
-
-
-def test_a_suspect_of_a_closed_model_delays_no_other_model() -> None:
-    poison, other = command("a", 0), command("b", 0)
-    queue = scheduler(poison, other)
-    queue.suspect([poison.request_id])
-    assert queue.take_passes(["b"]) == []
-    queue.close_model("a")
-    assert queue.take_passes(["b"]) == [other]

@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from skyrl.base.wire.errors import RequestError
-from skyrl.chat.dialects.dialect import Block, Blocks, ChatAnswer, Finish, Step, Usage, named_event, read_answer
+from skyrl.chat.dialects.dialect import Block, Blocks, ChatAnswer, Finish, Step, named_event, read_answer
 from skyrl.chat.dialects.parts import as_object, is_object
 from skyrl.chat.openai.errors import TOO_LONG, OpenAIError
+from skyrl.sampling.completion import AnswerUsage
 
 TOO_LONG_HERE = "prompt is too long"
 """By these words agents see that they must shorten the conversation."""
@@ -136,13 +137,14 @@ def _message(chat: ChatAnswer) -> dict[str, Any]:
     }
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: AnswerUsage) -> dict[str, Any]:
     """Anthropic's `input_tokens` are those that no cache had."""
+    used = usage.used()
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached,
+        "input_tokens": used.prompt_tokens - used.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached,
-        "output_tokens": usage.sampled,
+        "cache_read_input_tokens": used.cached_tokens,
+        "output_tokens": used.sampled_tokens,
     }
 
 

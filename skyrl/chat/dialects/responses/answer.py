@@ -11,9 +11,10 @@ from typing import Any, Literal
 import msgspec
 
 from skyrl.base.wire.errors import RequestError
-from skyrl.chat.dialects.dialect import Block, Blocks, ChatAnswer, Finish, Step, Usage, named_event, read_answer
+from skyrl.chat.dialects.dialect import Block, Blocks, ChatAnswer, Finish, Step, named_event, read_answer
 from skyrl.chat.dialects.responses.conversation import OURS, ChatTools, custom_input
 from skyrl.chat.openai.errors import TOO_LONG, OpenAIError
+from skyrl.sampling.completion import AnswerUsage
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -203,13 +204,14 @@ class ResponsesEncoder:
         return self._event(kind, **where, **content)
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: AnswerUsage) -> dict[str, Any]:
+    used = usage.used()
     return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
-        "output_tokens": usage.sampled,
+        "input_tokens": used.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": used.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": used.sampled_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning},
-        "total_tokens": usage.prompt_tokens + usage.sampled,
+        "total_tokens": used.prompt_tokens + used.sampled_tokens,
     }
 
 
