@@ -37,7 +37,7 @@ from skyrl.storage.doorbell import Doorbell, DoorbellListener
 AGENT = "agent-"
 APART_S = 0.02
 """The least time between two sends. Every send wakes every other process, and costs it as much as many ids do. A
-process reads new ends no more often either (`stored_ends.READ_EVERY_S`)."""
+process reads new ends no more often either (`skyrl.storage.futures.completion_feed`)."""
 
 
 @dataclass(slots=True)

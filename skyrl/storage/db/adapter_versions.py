@@ -18,7 +18,8 @@ from skyrl.base.types.weights import EVERYTHING, AdapterVersion, Scope, WeightsR
 from skyrl.base.wire.errors import NotFound
 from skyrl.storage.db.agents import pinned
 from skyrl.storage.db.checkpoints import checkpoints
-from skyrl.storage.db.futures import MAX_NAMED, futures
+from skyrl.storage.db.database import MAX_NAMED, in_groups
+from skyrl.storage.db.futures import futures
 from skyrl.storage.db.scopes import in_scope
 from skyrl.storage.db.tables import AdapterUseRow, ModelRow, SamplingSessionRow, SessionRow
 from skyrl.storage.db.writer import GroupCommitWriter
@@ -190,9 +191,9 @@ def idle(connection: Connection, used_before: float, scope: Scope = EVERYTHING) 
 
 
 def _newest_versions(connection: Connection, model_ids: Iterable[str], scope: Scope) -> dict[str, int]:
-    ids, newest = sorted(model_ids), {}
-    for start in range(0, len(ids), MAX_NAMED):
-        named = _models.c.id.in_(ids[start : start + MAX_NAMED])
+    newest: dict[str, int] = {}
+    for ids in in_groups(sorted(model_ids)):
+        named = _models.c.id.in_(ids)
         query = select(_models.c.id, _models.c.sampler_version).where(named, in_scope(_models.c.base_model, scope))
         newest |= {row.id: row.sampler_version for row in connection.execute(query)}
     return newest
@@ -220,10 +221,8 @@ def dropped_since(connection: Connection, since: float) -> list[str]:
 
 def note_uses(connection: Connection, sampler_ids: Collection[str], at: float) -> None:
     """Store when these sampling sessions were last used."""
-    ids = sorted(sampler_ids)
-    for start in range(0, len(ids), MAX_NAMED):
-        named = samplers.c.id.in_(ids[start : start + MAX_NAMED])
-        connection.execute(update(samplers).where(named, OPEN).values(last_used_at=at))
+    for ids in in_groups(sorted(sampler_ids)):
+        connection.execute(update(samplers).where(samplers.c.id.in_(ids), OPEN).values(last_used_at=at))
 
 
 def unsaved_bytes(connection: Connection, tenant: str | None = None) -> dict[str, int]:

@@ -19,9 +19,8 @@ from sqlalchemy import Connection, Select, and_, bindparam, case, delete, func, 
 
 from skyrl.base.types.agents import AgentLimits, AgentSession, AgentTurn, EndReason, ForkReason, VersionSpan
 from skyrl.base.types.weights import WeightsRef
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.database import MAX_NAMED, Database, in_groups
 from skyrl.storage.db.faults import ConstraintError
-from skyrl.storage.db.futures import MAX_NAMED
 from skyrl.storage.db.row_statements import RowStatement, marks
 from skyrl.storage.db.tables import AgentSessionRow, AgentTurnRow
 from skyrl.storage.db.writer import GroupCommitWriter
@@ -308,8 +307,7 @@ class AgentSessions:
         now = time.time()
         statement = update(sessions).where(sessions.c.id.in_(bindparam("ids", expanding=True))).values(used_at=now)
         try:
-            for start in range(0, len(used), MAX_NAMED):
-                some = used[start : start + MAX_NAMED]
+            for some in in_groups(used):
                 await self._writer.transact(lambda c, ids=some: c.execute(statement, {"ids": ids}).rowcount)
         except BaseException:
             self._used.update(used)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -44,6 +44,9 @@ TAKE_WRITE_LOCK = f"SELECT pg_advisory_xact_lock({WRITE_LOCK})"
 
 UNORDERED = "skyrl_unordered"
 """The execution option of connections whose transactions do not take the write lock."""
+
+MAX_NAMED = 500
+"""The most ids in one query."""
 
 EMPTY_LOG_WAIT_S = 0.25
 """How long `empty_log` waits for readers. Writers wait for it meanwhile."""
@@ -187,6 +190,12 @@ class Database:
         self.reader.dispose()
         self.writer.dispose()
         self._syncing_writer.dispose()
+
+
+def in_groups(ids: Iterable[str]) -> list[list[str]]:
+    """The ids in groups of at most MAX_NAMED, in their order."""
+    named = list(ids)
+    return [named[start : start + MAX_NAMED] for start in range(0, len(named), MAX_NAMED)]
 
 
 def _supported(url: URL) -> URL:

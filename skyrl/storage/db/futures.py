@@ -25,6 +25,7 @@ from sqlalchemy import (
 from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import EVERYTHING, Scope
 from skyrl.base.wire.errors import ErrorCategory
+from skyrl.storage.db.database import in_groups
 from skyrl.storage.db.row_statements import RowStatement, marks
 from skyrl.storage.db.scopes import model_in_scope
 from skyrl.storage.db.tables import FutureRow
@@ -96,9 +97,6 @@ plus keeps SQLite from looking for pending rows by their status: it shall look f
 
 SETTLE_SAMPLE = _settling("body = NULL, ")
 """SETTLE for a forwarded sample. Deletes the body, too, which is not needed any more."""
-
-MAX_NAMED = 500
-"""The most ids in one query."""
 
 
 # Every sample makes one. As a frozen dataclass that would take three times as long.
@@ -204,8 +202,8 @@ def ended_among(connection: Connection, request_ids: Sequence[str]) -> list[str]
     comes after the body, and to read it SQLite would read the whole body."""
     pending = select(futures.c.n).where(futures.c.status == "pending")
     ended: list[str] = []
-    for start in range(0, len(request_ids), MAX_NAMED):
-        named = futures.c.id.in_(request_ids[start : start + MAX_NAMED])
+    for some in in_groups(request_ids):
+        named = futures.c.id.in_(some)
         ended += connection.execute(select(futures.c.id).where(named, futures.c.n.not_in(pending))).scalars()
     return ended
 

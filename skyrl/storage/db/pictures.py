@@ -18,8 +18,9 @@ from sqlalchemy import Connection, and_, bindparam, delete, exists, func, or_, s
 from skyrl.base.pictures.picture import PictureFormat, Pictures
 from skyrl.base.pictures.places import KnownPicture
 from skyrl.base.wire.errors import FailedRequest, RequestError
-from skyrl.storage.db.database import Database
-from skyrl.storage.db.futures import MAX_NAMED, futures
+from skyrl.storage.db.database import Database, in_groups
+from skyrl.storage.db.futures import futures
+from skyrl.storage.db.models import LIVING
 from skyrl.storage.db.tables import ModelRow, PictureRow, PictureUseRow
 
 pictures = PictureRow.__table__  # type: ignore[attr-defined]
@@ -65,7 +66,7 @@ class CheckedFile(msgspec.Struct, frozen=True):
 def find(connection: Connection, tenant: str, digests: Collection[str]) -> dict[str, KnownPicture]:
     """Those of a tenant's pictures that are stored, by digest, without their files."""
     found: dict[str, KnownPicture] = {}
-    for some in _in_groups(digests):
+    for some in in_groups(digests):
         for row in connection.execute(_FOUND, {"tenant": tenant, "digests": some}):
             form: PictureFormat = "png" if row.format == "png" else "jpeg"
             found[row.digest] = KnownPicture(form, row.width, row.height, row.error)
@@ -75,7 +76,7 @@ def find(connection: Connection, tenant: str, digests: Collection[str]) -> dict[
 def files(connection: Connection, tenant: str, digests: Collection[str]) -> dict[str, bytes]:
     """The files of those of a tenant's pictures that are stored, by digest."""
     found: dict[str, bytes] = {}
-    for some in _in_groups(digests):
+    for some in in_groups(digests):
         found |= {row.digest: row.data for row in connection.execute(_FILES, {"tenant": tenant, "digests": some})}
     return found
 
@@ -137,7 +138,7 @@ def _ended_uses(now: float) -> Any:
     recorded = exists().where(futures.c.id == uses.c.request_id)
     repeats = exists().where(
         _models.c.id == futures.c.model_id,
-        _models.c.status.in_(("ready", "creating")),
+        _models.c.status.in_(LIVING),
         _models.c.next_seq <= futures.c.seq_id,
     )
     pending = futures.c.n.in_(select(futures.c.n).where(futures.c.status == "pending"))
@@ -154,11 +155,6 @@ def _delete_unused(connection: Connection, used_before: float, most: int) -> int
     for row in rows:
         connection.execute(delete(pictures).where(pictures.c.tenant == row.tenant, pictures.c.digest == row.digest))
     return len(rows)
-
-
-def _in_groups(digests: Collection[str]) -> list[list[str]]:
-    named = list(digests)
-    return [named[start : start + MAX_NAMED] for start in range(0, len(named), MAX_NAMED)]
 
 
 KEPT_BYTES = 256 * 2**20

@@ -17,8 +17,8 @@ from sqlalchemy import Connection, Executable, and_, delete, func, insert, or_, 
 
 from skyrl.base.types.placed_server import PlacedServer
 from skyrl.base.types.requests import Kind
-from skyrl.storage.db.database import Database
-from skyrl.storage.db.futures import MAX_NAMED, futures
+from skyrl.storage.db.database import Database, in_groups
+from skyrl.storage.db.futures import futures
 from skyrl.storage.db.repeats import repeat
 from skyrl.storage.db.tables import ApiProcessRow, InferenceServerRow, SampleClockRow
 from skyrl.storage.db.writer import GroupCommitWriter
@@ -119,8 +119,8 @@ class ApiProcesses:
         but for more than MAX_NAMED ids only within each group of MAX_NAMED."""
         query = select(*_SAMPLE).where(_FORWARDED, futures.c.owner == self._process_id).order_by(futures.c.n)
         samples: list[PendingSample] = []
-        for start in range(0, len(request_ids), MAX_NAMED):
-            named = query.where(futures.c.id.in_(request_ids[start : start + MAX_NAMED]))
+        for some in in_groups(request_ids):
+            named = query.where(futures.c.id.in_(some))
             samples += await self._database.read_async(partial(_samples, query=named))
         return samples
 

@@ -62,7 +62,7 @@ def active_sessions(connection: Connection, tenant: str) -> int:
 def living_models(connection: Connection, tenant: str) -> int:
     """The number of models in training in a tenant's active sessions."""
     active = select(sessions.c.id).where(active_sessions_of(tenant))
-    living = models.c.session_id.in_(active) & models.c.status.in_(("creating", "ready"))
+    living = models.c.session_id.in_(active) & models.c.status.in_(LIVING)
     return connection.execute(select(func.count()).select_from(models).where(living)).scalar_one()
 
 
@@ -119,7 +119,7 @@ class Held:
 def held(connection: Connection) -> dict[str, Held]:
     """By tenant: the amounts of all tenants that use anything or have exceptions."""
     pending = (futures.c.status == "pending") & futures.c.kind.in_(SAMPLES)
-    living = models.c.status.in_(("creating", "ready"))
+    living = models.c.status.in_(LIVING)
     amounts: dict[str, Held] = {}
     for tenant, count in _by_tenant(connection, futures, func.count(), pending).items():
         amounts.setdefault(tenant, Held()).samples = count

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from skyrl.storage.db.futures import MAX_NAMED
+from skyrl.storage.db.database import MAX_NAMED
 
 Row = TypeVar("Row")
 

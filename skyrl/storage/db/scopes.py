@@ -9,11 +9,10 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, select, true
 
 from skyrl.base.types.weights import Scope
+from skyrl.storage.db.database import in_groups
 from skyrl.storage.db.tables import ModelRow
 
 _models: Any = ModelRow.__table__  # type: ignore[attr-defined]
-_MAX_NAMED = 500
-"""The most ids in one query."""
 
 
 def in_scope(base_model: ColumnElement[str], scope: Scope) -> ColumnElement[bool]:
@@ -36,10 +35,9 @@ def models_in_scope(connection: Connection, model_ids: Iterable[str], scope: Sco
     ids = set(model_ids)
     if scope.is_everything:
         return ids
-    ordered, named = sorted(ids), set[str]()
-    for start in range(0, len(ordered), _MAX_NAMED):
-        some = _models.c.id.in_(ordered[start : start + _MAX_NAMED])
-        query = select(_models.c.id).where(some, _models.c.base_model.in_(_named(scope)))
+    named = set[str]()
+    for some in in_groups(sorted(ids)):
+        query = select(_models.c.id).where(_models.c.id.in_(some), _models.c.base_model.in_(_named(scope)))
         named.update(connection.execute(query).scalars())
     return ids - named if scope.has_rest else named
 

@@ -14,15 +14,13 @@ from sqlalchemy import ColumnElement, Connection, and_, select, union, update
 
 from skyrl.base.types.weights import EVERYTHING, Scope
 from skyrl.storage.db.adapter_versions import OPEN, samplers
-from skyrl.storage.db.database import Database
-from skyrl.storage.db.futures import MAX_NAMED, end_requests_of_sessions
-from skyrl.storage.db.models import models
+from skyrl.storage.db.database import MAX_NAMED, Database
+from skyrl.storage.db.futures import end_requests_of_sessions
+from skyrl.storage.db.models import LIVING, models
 from skyrl.storage.db.scopes import in_scope
 from skyrl.storage.db.sessions import sessions
 
 logger = logging.getLogger(__name__)
-
-_LIVING_MODEL = models.c.status.in_(("creating", "ready"))
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Ended:
 
 
 def _open_models(scope: Scope) -> ColumnElement[bool]:
-    return and_(_LIVING_MODEL, in_scope(models.c.base_model, scope))
+    return and_(models.c.status.in_(LIVING), in_scope(models.c.base_model, scope))
 
 
 def over_sessions(connection: Connection, scope: Scope = EVERYTHING) -> list[str]:

@@ -15,8 +15,7 @@ from sqlalchemy import ColumnElement, Connection, bindparam, insert, literal_col
 
 from skyrl.base.types.requests import new_session_id
 from skyrl.storage.db import audit
-from skyrl.storage.db.database import Database
-from skyrl.storage.db.futures import MAX_NAMED
+from skyrl.storage.db.database import Database, in_groups
 from skyrl.storage.db.row_caches import BatchedRows
 from skyrl.storage.db.row_statements import RowStatement
 from skyrl.storage.db.tables import ModelRow, SamplingSessionRow, SessionRow
@@ -283,8 +282,7 @@ class Sessions:
     async def _ended_of(self, session_ids: list[str]) -> list[str]:
         """Those of these sessions that are not active."""
         ended: list[str] = []
-        for start in range(0, len(session_ids), MAX_NAMED):
-            some = session_ids[start : start + MAX_NAMED]
+        for some in in_groups(session_ids):
             query = select(sessions.c.id).where(sessions.c.id.in_(some), sessions.c.status != "active")
             ended += await self._database.read_async(lambda c, query=query: list(c.execute(query).scalars()))
         return ended

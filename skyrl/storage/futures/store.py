@@ -20,7 +20,7 @@ from skyrl.runtime.processes.backoff import Backoff
 from skyrl.runtime.processes.logs import LimitedLog, plain
 from skyrl.runtime.tracing import RequestTrace, current_trace
 from skyrl.storage.db import futures as rows
-from skyrl.storage.db.database import Change, Connection, Database
+from skyrl.storage.db.database import Change, Connection, Database, in_groups
 from skyrl.storage.db.faults import ConstraintError, DatabaseError, is_transient, reason
 from skyrl.storage.db.futures import Outcome, StoredFuture
 from skyrl.storage.db.models import record_numbered
@@ -332,8 +332,7 @@ class FutureStore:
         requests that this process was forwarding."""
         pending_ids = [request_id for request_id in request_ids if self._entries.is_pending(request_id)]
         forwarded: list[str] = []
-        for start in range(0, len(pending_ids), rows.MAX_NAMED):
-            some_ids = pending_ids[start : start + rows.MAX_NAMED]
+        for some_ids in in_groups(pending_ids):
             for stored in await self._database.read_async(lambda c, ids=some_ids: rows.find_settled(c, ids)):
                 entry = self._entries.by_id.get(stored.id)
                 if entry is None or not entry.pending or stored.outcome is None:

@@ -11,7 +11,7 @@ from skyrl.api.access import tenant_of_key
 from skyrl.base.types.agents import AgentLimits, AgentSession
 from skyrl.base.types.weights import BaseWeights
 from skyrl.chat.agents.live_sessions import LiveSession, RunningTurn
-from skyrl.storage.db.futures import MAX_NAMED
+from skyrl.storage.db.database import MAX_NAMED
 from tests.postgres_server import ON_BOTH, ON_POSTGRES
 
 LONG_S = 1_000.0

@@ -348,7 +348,7 @@ async def test_a_sample_can_be_cancelled_or_ended_at_the_other_process(
     await until(lambda: in_flight(first) == 0)
     assert (await first.post("asample", sample_body(sampler, 3))).status_code == 404
     ended = [settlement(left, Outcome(error="the session has ended"), time.time())]  # written as the engine writes it
-    database.write(lambda c: SETTLE.execute(c, [ended]))
+    database.write(lambda c: SETTLE.execute(c, ended))
     assert (await first.result(left)).json() == (await second.result(left)).json()
 
 

@@ -17,7 +17,7 @@ from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.base.wire.errors import RequestError
 from skyrl.storage.db import commands, retention
 from skyrl.storage.db import futures as rows
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.database import MAX_NAMED, Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.futures import entries
@@ -117,7 +117,7 @@ async def test_a_large_body_is_recorded_once_although_it_is_repeated_meanwhile(
 
 
 def test_the_ended_requests_are_found_among_many(database: Database) -> None:
-    ids = [f"r{number}" for number in range(rows.MAX_NAMED + 10)]
+    ids = [f"r{number}" for number in range(MAX_NAMED + 10)]
     row = dict.fromkeys(rows.RECORD.parameters) | {"kind": "OPTIM_STEP", "tenant": "t", "session_id": "s"}
     row |= {"digest": b"", "body": b"{}", "body_format": "json", "status": "pending", "created_at": 0.0}
     added = [row | {"id": request_id} for request_id in ids]

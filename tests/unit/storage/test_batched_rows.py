@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from skyrl.storage.db.futures import MAX_NAMED
+from skyrl.storage.db.database import MAX_NAMED
 from skyrl.storage.db.row_caches import BatchedRows
 
 

@@ -14,6 +14,7 @@ from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import RECORD, SETTLE_SAMPLE, Outcome, futures, settlement
 from skyrl.storage.db.row_statements import ROW_BYTES, SIZES, RowStatement
 from skyrl.storage.db.tables import FutureRow
+from skyrl.storage.db.writer import GroupCommitWriter
 
 COLUMNS = [column.key for column in futures.columns]
 COUNTS = [1, 2, 3, 5, 64, 70, 200, 257, 600]
@@ -138,9 +139,10 @@ def test_what_a_client_or_vllm_sends_counts_as_bytes_of_its_row() -> None:
     assert SETTLE_SAMPLE.bytes_of(settlement("r", Outcome(error="x" * 500, error_category="user"), 2e9)) == 500
 
 
-def test_the_first_outcome_stays_if_a_group_has_two_of_one_request(driver: sqlite3.Connection) -> None:
+@pytest.mark.parametrize("clock", [1e9, 3e9])
+def test_the_first_outcome_stays_if_a_group_has_two_of_one_request(driver: sqlite3.Connection, clock: float) -> None:
     run(driver, RECORD, [recorded(number) for number in (1, 2)])
-    ends = [settled(1, 2e9), settled(2, 2e9), settled(1, 1e9)]
+    ends = [settled(1, 2e9), settled(2, 2e9), settled(1, clock)]
     ends[2]["new_result"] = b"another"
     assert run(driver, SETTLE_SAMPLE, ends) == 2
     assert stored(driver, ["result"]) == [(b"\0result 1",), (b"\0result 2",)]
@@ -182,3 +184,11 @@ def test_rows_are_written_in_the_order_of_their_unique_key() -> None:
     assert [row["sample_seq_id"] for row in ordered if row["sample_seq_id"] is not None] == sorted(
         row["sample_seq_id"] for row in rows if row["sample_seq_id"] is not None
     )
+
+
+async def test_a_write_tells_whether_it_has_changed_its_row(database: Database) -> None:
+    writer = GroupCommitWriter(database)
+    assert await writer.execute(RECORD, recorded(1)) is True
+    assert await writer.execute(SETTLE_SAMPLE, settled(1, 2e9)) is True
+    assert await writer.execute(SETTLE_SAMPLE, settled(1, 2e9)) is False
+    await writer.close()
