@@ -118,8 +118,8 @@ class Order(RuleBasedStateMachine):
                 self.unloads[model].remove(item)
             else:
                 assert item.seq_id == self.next[model]
+                assert self.numbered[model].pop(self.next[model]) is item
                 self.next[model] += 1
-                assert self.numbered[model].pop(item.seq_id) is item
         if batch:
             self.running.append(batch)
 
