@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -36,6 +36,7 @@ from skyrl.runtime.processes.ports import free_port
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.job import Pictures, SampleJob
 from skyrl.sampling.servers import FixedEndpoint
+from skyrl.storage.db.pictures import PictureFiles
 from tests.component.inference.test_families_vllm import MODELS, as_released
 from tests.families import IMAGE_TOKEN, VOCAB
 from tests.sample_jobs import JOB
@@ -66,8 +67,13 @@ SIZES: dict[bytes, tuple[int, int, PictureFormat]] = {WIDE: (100, 64, "png"), TA
 FILES = {digest_of(data): data for data in SIZES}
 
 
-class Files:
-    async def read(self, pictures: Pictures) -> Mapping[str, bytes]:
+class Files(PictureFiles):
+    """All files of the tests, without a database."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def of(self, pictures: Pictures) -> dict[str, bytes]:
         return {each.digest: FILES[each.digest] for each in pictures.placed}
 
 

@@ -107,7 +107,8 @@ async def test_a_request_has_exactly_these_bytes(transport: HttpClient) -> None:
 async def streamed(client: HttpClient, server: Server, timeout_s: float = LONG_S) -> Answer:
     stream = await client.open_stream(server.url, b"{}", {}, timeout_s)
     try:
-        return Answer(stream.status, *await stream.read_all(2**30))
+        body, whole = await stream.read_all(2**30)
+        return Answer(stream.status, body, whole=whole)
     finally:
         stream.close()
 
