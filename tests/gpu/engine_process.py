@@ -23,6 +23,7 @@ from skyrl.storage.db.sessions import Session
 from skyrl.trainer import device
 from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue, importance_sampling
 from skyrl.trainer.model import base_model as model_module
+from skyrl.trainer.ranks import sharded_model
 from tests.gpu.support import REHEARSAL
 
 POISON = 666.0
@@ -121,5 +122,5 @@ if __name__ == "__main__":
     LOSSES["importance_sampling"] = Loss(_loss_with_poison, ("logprobs", "advantages"))
     if REHEARSAL:
         torch.set_num_threads(1)
-        model_module.base_dtype = lambda _: torch.bfloat16
+        model_module.base_dtype = sharded_model.base_dtype = lambda _: torch.bfloat16
     asyncio.run(main(json.loads(sys.argv[1])))

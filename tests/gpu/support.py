@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from skyrl.base.config.loading import load_config
 from skyrl.trainer.model import base_model as model_module
 from skyrl.trainer.protocol import Datum, PassResult
+from skyrl.trainer.ranks import sharded_model
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 
 DEVICE = os.environ.get("SKYRL_TEST_DEVICE") or "cuda"
@@ -107,7 +108,10 @@ def backend_on(
     config = load_config({"base_model": path, "backend_config": settings})
     if DEVICE == "cuda" and dtype is torch.bfloat16:
         return LoraBackend(config)
-    with patch.object(model_module, "base_dtype", lambda device: dtype):
+    with (
+        patch.object(model_module, "base_dtype", lambda device: dtype),
+        patch.object(sharded_model, "base_dtype", lambda device: dtype),
+    ):
         return LoraBackend(config)
 
 
