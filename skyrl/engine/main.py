@@ -60,7 +60,7 @@ from skyrl.storage.db.processes import follow_servers
 from skyrl.storage.db.repeats import RetryingDatabase, repeat
 from skyrl.storage.doorbell import SERVERS, Doorbell, DoorbellListener
 from skyrl.trainer import create_backend
-from skyrl.trainer.protocol import Backend, ModelLimits
+from skyrl.trainer.protocol import Backend, DeviceFault, ModelLimits
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def _load_backend(config: ServerConfig, ranks: RankActors | None = None) -> Back
     """The backend with its base model.
 
     Raises ConfigError when the model can never be loaded, and NotLoaded when a later try may succeed: other processes
-    use the memory, or a file system or a model hub is away.
+    use the memory, a file system or a model hub is away, or the device has failed.
     """
     gc.disable()  # the import of torch and transformers makes a million objects and no garbage: a fifth of its time
     try:
@@ -122,7 +122,7 @@ def _load_backend(config: ServerConfig, ranks: RankActors | None = None) -> Back
         if isinstance(error.__cause__, OSError):  # reading the files, or getting them from the hub, has failed
             raise NotLoaded(str(error)) from error
         raise
-    except Exception as error:  # of any library that reads a model: logged, and said in the error
+    except (Exception, DeviceFault) as error:  # of any library that reads a model: logged, and said in the error
         logger.exception("loading the base model failed")
         cause = f"{type(error).__name__}: {error}"
         raise NotLoaded(f"base_model: cannot load {config.base_model_path}: {cause}") from error

@@ -29,7 +29,7 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.engine.main import _load_backend
 from skyrl.runtime.processes.startup import NotLoaded
-from skyrl.trainer import create_backend
+from skyrl.trainer import create_backend, device
 from skyrl.trainer.adamw import NonFiniteGradient
 from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
@@ -70,6 +70,15 @@ def test_missing_model_files_allow_another_start_and_a_bad_config_does_not(tmp_p
     (tmp_path / "config.json").write_text('{"model_type": "of no kind"}')
     with pytest.raises(ConfigError, match=f"^base_model: cannot load {tmp_path}: .*of no kind"):
         _load_backend(load_config({"base_model": str(tmp_path)}))
+
+
+def test_a_device_that_breaks_while_the_model_is_loaded_allows_another_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(where: torch.device) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(device, "synchronize", broken)
+    with pytest.raises(NotLoaded, match="DeviceFault: cpu cannot be used any more: CUDA error"):
+        _load_backend(load_config({"base_model": base_path()}))
 
 
 def test_supervised_training_lowers_the_loss() -> None:
