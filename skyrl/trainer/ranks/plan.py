@@ -78,13 +78,15 @@ class Plan:
     """`batches[rank]` are that rank's micro-batches, in order. A rank that has fewer than `count` runs empty ones
     after them: the ranks gather parameters together, so all must run the same number. `trees`: of what runs, a pass or
     joined passes, by the number of the (first) pass. `failed`: passes that could not be cut, which have no pieces.
-    `joined`: the numbers of passes that run as one. `merged`: a gradient without a finite norm fails its pass."""
+    `joined`: the numbers of passes that run as one. `merged`: a gradient without a finite norm fails its pass.
+    `models`: of the passes, by number, where passes of several models need no order."""
 
     batches: tuple[tuple[tuple[RankShare, ...], ...], ...]
     trees: Mapping[int, PrefixTree]
     failed: Mapping[int, Exception]
     joined: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     merged: bool = False
+    models: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -112,17 +114,24 @@ class Plan:
 
     def completed(self) -> list[list[int]]:
         """For each micro-batch, the passes of which no rank has a piece left after it, ascending. A pass is never
-        listed before an earlier one."""
+        listed before an earlier one of its model, or with no `models` before any earlier one. Only a pass without a
+        trained piece waits for no other: its gradient is zero."""
         last: dict[int, int] = {}
+        trained: set[int] = set()
         for of_rank in self.batches:
             for index, batch in enumerate(of_rank):
                 for piece in batch:
                     last[piece.number] = max(last.get(piece.number, 0), index)
+                    if piece.trained:
+                        trained.add(piece.number)
         done: list[list[int]] = [[] for _ in range(self.count)]
-        latest = 0
+        latest: dict[str | None, int] = {}
         for number in sorted(last):
-            latest = max(latest, last[number])
-            done[latest].append(number)
+            place = last[number]
+            if number in trained:
+                model = self.models.get(number)
+                place = latest[model] = max(latest.get(model, 0), place)
+            done[place].append(number)
         return done
 
     def holders(self, number: int) -> list[int]:
@@ -223,7 +232,8 @@ def plan_alone(
         of_kind = [piece for piece in pieces if piece.trained is trained]
         parts = cut([piece.rows for piece in of_kind], shared_rows)
         batches += [tuple(of_kind[part.start : part.stop]) for part in parts]
-    return Plan((tuple(batches),), trees, failed, joined, merge)
+    models = {number: each.model_id for number, each in passes}
+    return Plan((tuple(batches),), trees, failed, joined, merge, models)
 
 
 def cut_evenly(tree: PrefixTree, ranks: int, budget: int) -> list[list[list[int]]]:

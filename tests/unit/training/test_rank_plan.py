@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch_lora_support import grpo, make_ranks, ok, sft, spec, train
 
+from skyrl.trainer.losses import served_losses
 from skyrl.trainer.protocol import OutOfMemory, TrainingPass
 from skyrl.trainer.ranks import lora_backend
 from skyrl.trainer.ranks import plan as plan_module
-from skyrl.trainer.ranks.plan import Plan, cut_evenly, make_plan
+from skyrl.trainer.ranks.plan import Plan, cut_evenly, make_plan, plan_alone
 from skyrl.trainer.rows.prefixes import prefix_tree
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=30)
@@ -49,6 +50,26 @@ def test_passes_are_completed_in_order_and_after_their_last_piece(lengths: list[
     for index, numbers in enumerate(completed):
         left = {piece.number for rank in range(ranks) for batch in plan.of(rank)[index + 1 :] for piece in batch}
         assert not left & set(numbers)
+
+
+def _completed_alone(passes: list[TrainingPass], *, merge: bool) -> list[list[int]]:
+    """On a rank without others, with one piece in each micro-batch."""
+    losses = served_losses("refuse")
+    return plan_alone(list(enumerate(passes)), BUDGET, losses, "cpu", merge=merge, shared_rows=1).completed()
+
+
+def test_alone_a_pass_that_trains_nothing_waits_for_no_earlier_one() -> None:
+    """Its gradient, which is zero, would wait beside those of the models."""
+    untrained = sft(1, 400)  # of fewer rows a backward is run all the same
+    untrained[0].loss_inputs["weights"][:] = 0
+    passes = [train("a", sft(0, 20)), train("a", untrained), train("b", untrained), train("a", sft(2, 20))]
+    assert _completed_alone(passes, merge=False) == [[1], [2], [0], [3]]
+
+
+def test_alone_a_pass_waits_for_earlier_ones_of_its_model_only() -> None:
+    """Passes that may run as one come model by model."""
+    passes = [train(model_id, sft(seed, 20)) for seed, model_id in enumerate(("a", "b", "a", "b"))]
+    assert _completed_alone(passes, merge=True) == [[0], [2], [1], [3]]
 
 
 @given(LENGTHS, st.lists(LENGTHS, max_size=3), RANKS)
