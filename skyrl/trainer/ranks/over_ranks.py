@@ -41,8 +41,8 @@ class RankGroup(Protocol):
         ...
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on all ranks, with the same arguments; the answers by rank. Several threads may call: their
-        calls run one after the other."""
+        """Call a method on all ranks, with the same arguments; the answers by rank. Several threads may call: the
+        calls of several ranks run one after the other."""
         ...
 
     def call_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
@@ -64,7 +64,11 @@ class RankGroup(Protocol):
 
 class InThisProcess:
     """A group of one rank on this process's device. Errors of the rank are raised as they are, or as OutOfMemory or
-    DeviceFault. A `read` may run on another thread while the rank runs a `call`, and does not wait for the device."""
+    DeviceFault. A `read` may run on another thread while the rank runs a `call`, and does not wait for the device.
+
+    Calls do not wait for each other: a save's, on its own thread, run beside those of other models. What they read is
+    its model's alone, so nothing is lost. All calls that change a model come from one thread.
+    """
 
     size = 1
 
