@@ -105,11 +105,13 @@ class LoraRank(RankBase):
         if adapter is None:  # deleted since the engine asked: the model's session has ended
             raise SameFailureEverywhere(InvalidRequest(f"model_id: there is no model {model_id}"))
         with command_on(self.device, waits=False):
-            weights = adapter.weights.cpu().numpy()
+            weights = adapter.weights.to("cpu", copy=True).numpy()
             if not optimizer:
                 return AdapterBuffers(weights, None, None, None, 0)
             parts = (adapter.exp_avg, adapter.exp_avg_sq, adapter.gradient)
-            exp_avg, exp_avg_sq, gradient = (None if part is None else part.cpu().numpy() for part in parts)
+            exp_avg, exp_avg_sq, gradient = (
+                None if part is None else part.to("cpu", copy=True).numpy() for part in parts
+            )
             return AdapterBuffers(weights, exp_avg, exp_avg_sq, gradient, adapter.step)
 
     def _trained(self, model_id: str) -> Adapter:

@@ -13,6 +13,7 @@ from torch_lora_support import assert_same, make_backend, ok, rl, saved, sft, sp
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.protocol import AdamParams, InvalidRequest
 from skyrl.trainer.ranks.lora_backend import LoraBackend
+from tests.local_ranks import rank_of
 
 STEP = AdamParams(learning_rate=1e-2, weight_decay=0.05, grad_clip_norm=2.0)
 
@@ -62,6 +63,18 @@ def test_a_snapshot_between_forward_backward_and_optim_step_is_exact(tmp_path: P
         _forward_backward(backend, 3)
         backend.optim_step("m", STEP)
     assert_same(saved(first, "m", tmp_path / "1"), saved(second, "m", tmp_path / "2"))
+
+
+def test_a_step_does_not_change_what_a_rank_has_exported() -> None:
+    """Also where the adapter is in main memory already."""
+    backend = _backend()
+    _train(backend, range(1))
+    _forward_backward(backend, 1)
+    exported = rank_of(backend).export("m", True)
+    parts = (exported.weights, exported.exp_avg, exported.exp_avg_sq, exported.gradient)
+    before = [part.copy() for part in parts]
+    backend.optim_step("m", STEP)
+    assert all((part == copy).all() for part, copy in zip(parts, before, strict=True))
 
 
 def test_loading_without_the_optimizer_restores_weights_and_resets_the_optimizer(tmp_path: Path) -> None:
