@@ -74,7 +74,7 @@ def sendable(error: Exception) -> Exception:
         return error
     sent = RuntimeError(f"{type(error).__name__}: {error}")
     sent.__cause__ = error.__cause__
-    return sent
+    return sent.with_traceback(error.__traceback__)
 
 
 def failed_anywhere(failed: Sequence[bool]) -> list[bool]:
