@@ -24,7 +24,7 @@ from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.passes.micro_batch import MicroBatch
 from skyrl.trainer.passes.pass_run import MicroBatchItem, PassRun
 from skyrl.trainer.protocol import InvalidRequest
-from skyrl.trainer.ranks.plan import Plan
+from skyrl.trainer.ranks.plan import Plan, RankShare
 from skyrl.trainer.ranks.rank import BaseFacts, RankBase, RankSettings
 from skyrl.trainer.ranks.sharded_model import ModelForm, local_of
 from skyrl.trainer.vision import Seen
@@ -128,6 +128,13 @@ class FullRank(RankBase):
         running.gradient = on_all_or_none(running.model.zeros, self.device)
         self._views = running.model.views(running.gradient)
 
+    def _run_round(
+        self, running: Mapping[int, PassRun], batches: Sequence[Sequence[RankShare]], *, backward: bool
+    ) -> None:
+        super()._run_round(running, batches, backward=backward)
+        if self.alone and any(each.error is not None for each in running.values()):
+            self._views = {}  # else the gradient that the pass has dropped stays in memory until the pass ends
+
     def _finish(self, completed: Mapping[int, PassRun], plan: Plan, *, backward: bool) -> None:
         super()._finish(completed, plan, backward=backward)
         if completed:
@@ -221,7 +228,8 @@ class FullRank(RankBase):
     def memory(self) -> dict[str, int]:
         """As `RankBase.memory`, and the bytes of this rank's `weights`, `moments` and `gradient`."""
         parameters = None if self._model_in_training is None else self._model_in_training[1]
-        held = {"weights": sum(rows.nbytes for rows in self._own_rows().values()), "moments": 0, "gradient": 0}
+        weights = self._own_rows() if parameters is None else parameters.weights
+        held = {"weights": sum(rows.nbytes for rows in weights.values()), "moments": 0, "gradient": 0}
         if parameters is not None:
             moments = (parameters.exp_avg, parameters.exp_avg_sq)
             held["moments"] = sum(moment.nbytes for moment in moments if moment is not None)
@@ -229,7 +237,7 @@ class FullRank(RankBase):
         return super().memory() | held
 
     def leave(self) -> None:
-        self._model_in_training, self._loaded = None, {}
+        self._model_in_training, self._views, self._loaded, self._saved = None, {}, {}, []
         if hasattr(self, "_named"):
             del self._named, self._gradients
         super().leave()

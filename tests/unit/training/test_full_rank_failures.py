@@ -23,6 +23,7 @@ from skyrl.trainer.ranks import rank as base_module
 from skyrl.trainer.ranks.full_rank import FullRank
 from skyrl.trainer.ranks.rank import RankSettings
 from skyrl.trainer.rows.prefixes import PrefixTree, prefix_tree
+from tests.local_ranks import rank_of
 
 WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 STEP = AdamParams(learning_rate=1e-2)
@@ -81,11 +82,11 @@ class ComputesInBfloat16(FullRank):
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """A backend with two ranks and a model "m"; closed at the test's end."""
+    """A backend with ranks; closed at the test's end."""
     made: list[Any] = []
 
-    def full(rank_class: type[FullRank] = FullRank) -> Any:
-        made.append(make_full("qwen3", 2, rank_class=rank_class))
+    def full(rank_class: type[FullRank] = FullRank, *, ranks: int | None = 2) -> Any:
+        made.append(make_full("qwen3", ranks, rank_class=rank_class))
         return made[-1]
 
     yield full
@@ -194,9 +195,17 @@ def test_weights_that_are_not_finite_on_one_rank_are_not_exported(make: Make, tm
         backend.save_adapter("m", tmp_path)
 
 
-def test_computing_in_bfloat16_keeps_float32_weights_and_gradients(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [None, 2], ids=["alone", "ranks"])
+def test_computing_in_bfloat16_keeps_float32_weights_and_gradients(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int | None
+) -> None:
     """Small steps add up, which they would not do in bfloat16."""
-    rounded, exact = make(ComputesInBfloat16), make()
+    with monkeypatch.context() as patched:
+        if ranks is None:  # the rank is in this process
+            for module in (sharded_model, model_module):
+                patched.setattr(module, "base_dtype", lambda device: torch.bfloat16)
+        rounded = make(ComputesInBfloat16, ranks=ranks)
+    exact = make(ranks=ranks)
     data = train("m", sft(1, 20, 9, 30))
     losses = []
     for backend in (rounded, exact):
@@ -205,6 +214,10 @@ def test_computing_in_bfloat16_keeps_float32_weights_and_gradients(make: Make, t
             ok(backend.run([data]))
             backend.optim_step("m", AdamParams(learning_rate=1e-5, eps=1e-3))
         losses.append(ok(backend.run([data]))[0].metrics["loss:sum"])
+    if ranks is None:
+        rank = rank_of(rounded)
+        assert {each.dtype for each in rank.base.packed.parameters()} == {torch.bfloat16}
+        assert rank.memory()["weights"] == 4 * rank.parameters("m").numel
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=0.02, abs=0.5)
     states = [files_saved(each, "m", tmp_path / str(number)) for number, each in enumerate((rounded, exact))]
