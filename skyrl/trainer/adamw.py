@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from skyrl.trainer.protocol import AdamParams
+from skyrl.trainer.protocol import AdamParams, DeviceFault
 
 
 class Buffers(ABC):
@@ -87,8 +88,9 @@ def adamw_step(
     accumulated gradient, returns an empty dictionary and changes nothing. Raises NonFiniteGradient: the gradient is
     cleared, and weights, moments and step count have not changed.
 
-    Any other exception leaves weights and gradient as they were: all memory is allocated before the first number
-    changes. The first step allocates the moments (8 bytes per weight); later steps allocate one chunk.
+    Any other Exception leaves weights and gradient as they were: all memory is allocated before the first number
+    changes. The first step allocates the moments (8 bytes per weight); later steps allocate one chunk. What fails from
+    then on raises DeviceFault.
 
     Where there are ranks, `norm` is that of all of them, and `agreed` runs the allocation on all ranks or none.
     """
@@ -112,6 +114,16 @@ def memory_for_step(buffers: Buffers) -> StepMemory:
     return StepMemory(exp_avg, exp_avg_sq, torch.empty(min(CHUNK, buffers.numel), device=buffers.device))
 
 
+@contextmanager
+def changing(device: torch.device) -> Iterator[None]:
+    """Inside, a step changes numbers in place: an error would leave it half-made. Raises DeviceFault instead, and the
+    next engine restores the model."""
+    try:
+        yield
+    except Exception as error:  # such as a kernel that CUDA cannot load
+        raise DeviceFault(f"{device} has failed in the middle of an optimizer step: {error}") from error
+
+
 @torch.no_grad()
 def _take_step(buffers: Buffers, params: AdamParams, memory: StepMemory, norm: float) -> dict[str, float]:
     """Step and clear the gradient, whose norm (over all ranks) is `norm`. Returns the metrics. Allocates nothing."""
@@ -119,11 +131,12 @@ def _take_step(buffers: Buffers, params: AdamParams, memory: StepMemory, norm: f
     assert gradient is not None
     step = buffers.step + 1
     clip = min(1.0, params.grad_clip_norm / (norm + 1e-6)) if params.grad_clip_norm > 0 else 1.0
-    for weights, place in buffers.chunks(CHUNK):
-        if clip != 1.0:
-            gradient[place].mul_(clip)
-        moments = memory.exp_avg[place], memory.exp_avg_sq[place]
-        _step_chunk(weights, gradient[place], *moments, memory.scratch, step, params)
+    with changing(buffers.device):
+        for weights, place in buffers.chunks(CHUNK):
+            if clip != 1.0:
+                gradient[place].mul_(clip)
+            moments = memory.exp_avg[place], memory.exp_avg_sq[place]
+            _step_chunk(weights, gradient[place], *moments, memory.scratch, step, params)
     buffers.exp_avg, buffers.exp_avg_sq = memory.exp_avg, memory.exp_avg_sq
     buffers.gradient, buffers.step = None, step
     return {"grad_norm": norm, "learning_rate": float(params.learning_rate), "optimizer_step": float(step)}

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from skyrl.trainer.adamw import changing
 from skyrl.trainer.collectives import SameFailureEverywhere, on_all_or_none, total_norm
 from skyrl.trainer.files.model_files import FileTensor
 from skyrl.trainer.full.full_model import PlainModel, are_finite, check_all_trained, plain
@@ -163,7 +164,8 @@ class FullRank(RankBase):
         return total_norm(super()._norm(model))
 
     def _stepped(self, model: FullParameters) -> None:
-        self._weights_changed()
+        with changing(self.device):
+            self._weights_changed()
 
     def begin_save(self, model_id: str) -> None:
         """Until `end_save` a rank alone keeps the model's memory: a save goes on when the model has ended."""

@@ -18,8 +18,9 @@ from skyrl.base.types.requests import Kind
 from skyrl.engine import recovery
 from skyrl.engine.settlement import OUT_OF_MEMORY
 from skyrl.storage.db.futures import Outcome
+from skyrl.trainer import adamw
 from skyrl.trainer.lora import files as state_module
-from skyrl.trainer.protocol import OutOfMemory
+from skyrl.trainer.protocol import DeviceFault, OutOfMemory
 from tests.failures import FailingLine, FailingOperation
 from tests.local_ranks import rank_of
 
@@ -99,6 +100,34 @@ async def test_a_step_that_runs_out_of_memory_changes_nothing_even_after_a_resta
     assert after != before
     await restart(harness)
     assert await trainer.state() == after
+
+
+async def test_a_step_that_fails_in_its_arithmetic_ends_the_engine_and_runs_after_the_restart(
+    harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    await trainer.result(await trainer.forward_backward(2))
+    step_chunk = adamw._step_chunk
+
+    def step_and_fail(*arguments: Any) -> None:
+        step_chunk(*arguments)
+        raise RuntimeError("CUDA error: invalid device function")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adamw, "_step_chunk", step_and_fail)
+        request_id = await trainer.send(Kind.OPTIM_STEP, adam_params=STEPS["plain"])
+        await harness.wait_until_killed(DeviceFault)
+    await harness.start()
+    await trainer.result(request_id)
+    after = await trainer.state()
+    async with harness_in(tmp_path / "steady") as steady:
+        await steady.start()
+        trainer = await Trainer.create(steady)
+        await trainer.step(1)
+        await trainer.result(await trainer.forward_backward(2))
+        await trainer.result(await trainer.send(Kind.OPTIM_STEP, adam_params=STEPS["plain"]))
+        assert await trainer.state() == after
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from skyrl.trainer import checks, create_backend
 from skyrl.trainer.adamw import NonFiniteGradient
 from skyrl.trainer.full import full_model
 from skyrl.trainer.full.parameters import FullParameters
-from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, TrainingPass
+from skyrl.trainer.protocol import AdamParams, Datum, DeviceFault, InvalidRequest, OutOfMemory, TrainingPass
 from skyrl.trainer.ranks.full_backend import FullBackend, ShardedState
 from tests.failures import FailingOperation
 from tests.local_ranks import rank_of
@@ -355,6 +355,19 @@ def test_a_pass_that_fails_at_any_operation_leaves_the_gradient(tmp_path: Path) 
         failures += 1
         assert_same(_saved(backend, tmp_path / f"now-{point}"), start)
     assert failures > 10
+
+
+def test_weights_that_cannot_be_computed_with_after_a_step_are_a_fault_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing() -> None:
+        raise RuntimeError("CUDA error: invalid device function")
+
+    backend = _trained()
+    ok(backend.run([train("m", sft(7, 12))]))
+    monkeypatch.setattr(rank_of(backend), "_weights_changed", failing)
+    with pytest.raises(DeviceFault, match="in the middle of an optimizer step: CUDA error: invalid device function"):
+        backend.optim_step("m", STEP)
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["first", "later"])

@@ -23,7 +23,7 @@ from skyrl.trainer.lora import files
 from skyrl.trainer.lora.adapter import Adapter, Target
 from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.trainer.passes import pass_run as running_module
-from skyrl.trainer.protocol import AdamParams, Datum, OutOfMemory, PassResult
+from skyrl.trainer.protocol import AdamParams, Datum, DeviceFault, OutOfMemory, PassResult
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.rows.prefixes import PrefixTree
 from tests.failures import FailingLine, FailingOperation
@@ -82,6 +82,27 @@ def test_a_step_that_finds_no_memory_anywhere_changes_nothing(name: str, steps: 
     assert point >= (4 if steps == 0 else 2), "the norm, the moments of the first step, and the chunk"
     assert metrics_after_failures == metrics
     assert _equal(_copy_of(adapter), _copy_of(after))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_that_fails_in_its_arithmetic_is_a_fault_of_the_device(name: str) -> None:
+    """A step that is half-made cannot be undone here: the engine ends, and the next one restores the model."""
+    faults = 0
+    for point in itertools.count():
+        adapter = _adapter(1)
+        before = _copy_of(adapter)
+        failing = FailingOperation(point, RuntimeError)
+        try:
+            with failing:
+                adamw_step(adapter, STEPS[name])
+        except RuntimeError:
+            assert _equal(_copy_of(adapter), before), f"operation {point}"
+        except DeviceFault:
+            faults += 1
+        if not failing.failed:
+            break
+        assert adapter.step == 1
+    assert faults >= 7, "operations in place"
 
 
 @pytest.mark.parametrize("gradient", [float("nan"), float("inf")])
