@@ -424,3 +424,15 @@ async def test_connections_that_are_too_old_are_closed_and_not_given() -> None:
     assert all(connection.closed for connection in old)
     assert kept.take(SERVER) is None
     kept.close()
+
+
+async def test_a_connection_whose_answer_was_not_taken_to_its_end_is_closed() -> None:
+    kept = Pool()
+    left = Unused()
+    left.complete = False
+    left.on_body(b"of another client")
+    left.complete = True
+    kept.give_back(SERVER, left)
+    assert left.closed
+    assert kept.take(SERVER) is None
+    kept.close()
