@@ -396,6 +396,29 @@ async def test_an_interrupted_worker_is_asked_again_unless_configured_otherwise(
     assert len(engine.bodies) == 1
 
 
+@pytest.mark.parametrize("raw", [b"SSH-2.0-OpenSSH_9.2\r\n", b"x" * 2**17], ids=["no HTTP", "an endless status line"])
+async def test_a_server_that_does_not_speak_http_is_an_error_at_once(raw: bytes) -> None:
+    async def talk(exchange: Exchange) -> None:
+        await exchange.send(raw)
+        await exchange.client_closed.wait()
+
+    server = FakeWorker(talk)
+    await server.start()
+    try:
+        async with RolloutClient(RolloutConfig(rollout_router_port=server.port, rollout_deadline_s=20)) as client:
+            with pytest.raises(BadAnswer, match="HTTP"):
+                await client.generate(REQUEST)
+    finally:
+        await server.stop()
+    assert len(server.received) == 1
+
+
+async def test_an_address_of_the_router_that_is_none_is_an_error_at_the_start() -> None:
+    with pytest.raises(ValueError, match="rollout_router_ip: invalid URL"):
+        async with RolloutClient(RolloutConfig(rollout_router_ip="no host")):
+            pass
+
+
 async def test_a_cancelled_call_frees_the_worker_and_its_place() -> None:
     engine = Engine()
     async with client_of(engine, rollout_concurrency=1) as client:
