@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 import pytest
 
 from skyrl.base.tiny import model_path
@@ -175,8 +176,8 @@ async def test_the_example_keeps_each_conversation_at_one_worker() -> None:
     engines = [Engine(*[reply([5], "length", text="a")] * 48) for _ in range(2)]
     task = example["TASKS"]["count"]
     questions = [task.prompt(random.Random(seed)) for seed in (1, 2)]
-    async with running_router(*engines) as router, aiohttp.ClientSession() as session:
-        plane = example["Plane"](router.url, session)
+    async with running_router(*engines) as router, httpx.AsyncClient() as client:
+        plane = example["Plane"](router.url, client)
         for seed in range(24):
             await example["converse"](plane, task, questions, seed)
     seen = [sessions(engine) for engine in engines]
