@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import httpx
 import numpy as np
 import tinker
 from tinker import types
@@ -47,16 +47,16 @@ class Rollout:
 class Plane:
     """The rollout plane. `policy` is the adapter that samples."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, client: httpx.AsyncClient) -> None:
         self._url = url
-        self._session = session
+        self._client = client
         self.policy = ""
 
-    async def post(self, path: str, body: dict[str, Any]) -> bytes:
-        async with self._session.post(self._url + path, json=body) as answer:
-            if answer.status != 200:
-                raise RuntimeError(f"{path}: {answer.status} {await answer.text()}")
-            return await answer.read()
+    async def post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> httpx.Response:
+        answer = await self._client.post(self._url + path, json=body, headers=headers)
+        if answer.status_code != 200:
+            raise RuntimeError(f"{path}: {answer.status_code} {answer.text}")
+        return answer
 
     async def use(self, name: str, directory: Path) -> None:
         """Load an adapter into every engine, sample from it from now on, and unload the one before."""
@@ -75,18 +75,11 @@ class Plane:
         one engine, which has the keys and values of the turns before."""
         params = {"temperature": 1.0, "max_new_tokens": MAX_NEW_TOKENS, "sampling_seed": seed}
         body = {"text": text, "sampling_params": params, "lora_path": self.policy, "return_logprob": True}
-        headers = {"X-SMG-Routing-Key": session}
-        async with self._session.post(f"{self._url}/generate", json=body, headers=headers) as answer:
-            if answer.status != 200:
-                raise RuntimeError(f"/generate: {answer.status} {await answer.text()}")
-            return (await answer.json())["text"]
+        return (await self.post("/generate", body, {"X-SMG-Routing-Key": session})).json()["text"]
 
     async def tokens_of(self, text: str) -> tuple[list[int], list[int], list[float]]:
         """Tokens, loss mask (1: sampled) and logprobs (0.0: not sampled) of a whole trajectory; equally long lists."""
-        async with self._session.post(f"{self._url}/retrieve_from_text", json={"text": text}) as answer:
-            if answer.status != 200:
-                raise RuntimeError(f"/retrieve_from_text: {answer.status} {await answer.text()}")
-            found = await answer.json()
+        found = (await self.post("/retrieve_from_text", {"text": text})).json()
         return found["tokens"], found["loss_mask"], found["rollout_logp"]
 
 
@@ -128,17 +121,15 @@ def largest_gap(data: list[types.Datum], trained: types.ForwardBackwardOutput) -
     return float(np.max(gaps))
 
 
-async def download(session: aiohttp.ClientSession, base_url: str, api_key: str, path: str, directory: Path) -> Path:
+async def download(client: httpx.AsyncClient, base_url: str, api_key: str, path: str, directory: Path) -> Path:
     """Unpack the adapter of a saved version (`path` is its tinker:// path) into `directory`."""
     run, kind, name = path.removeprefix("tinker://").split("/")
     route = f"{base_url}/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/archive"
-    async with session.get(route, headers={"X-API-Key": api_key, "Accept": "application/json"}) as answer:
-        answer.raise_for_status()
-        url = (await answer.json())["url"]
-    async with session.get(url) as answer:
-        answer.raise_for_status()
-        archive = await answer.read()
-    with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
+    answer = await client.get(route, headers={"X-API-Key": api_key, "Accept": "application/json"})
+    answer.raise_for_status()
+    archive = await client.get(answer.json()["url"])
+    archive.raise_for_status()
+    with tarfile.open(fileobj=io.BytesIO(archive.content)) as opened:
         opened.extractall(directory, filter="data")
     return directory
 
@@ -146,12 +137,12 @@ async def download(session: aiohttp.ClientSession, base_url: str, api_key: str, 
 async def run(service: tinker.ServiceClient, options: argparse.Namespace, api_key: str, adapters: Path) -> None:
     task, rng = TASKS["count"], random.Random(0)
     trainer = await service.create_lora_training_client(base_model=options.base_model, rank=8, seed=0)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
-        plane = Plane(options.rollout_url, session)
+    async with httpx.AsyncClient(timeout=600, follow_redirects=True, trust_env=False) as client:
+        plane = Plane(options.rollout_url, client)
         for step in range(options.steps):
             saved = await trainer.save_weights_for_sampler(f"step-{step}", ttl_seconds=3600)
             name = f"policy-{os.getpid()}-{step}"
-            await plane.use(name, await download(session, options.base_url, api_key, saved.path, adapters / name))
+            await plane.use(name, await download(client, options.base_url, api_key, saved.path, adapters / name))
             groups = []
             for _ in range(QUESTIONS):
                 questions = [task.prompt(rng), task.prompt(rng)]

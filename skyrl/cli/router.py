@@ -10,7 +10,6 @@ import json
 import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
-from urllib.parse import urlsplit
 
 import typer
 from typer.core import TyperCommand
@@ -218,11 +217,13 @@ def router(
 
 
 def vllm_address(url: str) -> str:
-    """The URL without a slash at its end. Raises typer.BadParameter if it is none."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise typer.BadParameter(f"{url!r} is not the URL of a server", param_hint="--vllm-url")
-    return url.rstrip("/")
+    """The URL as the router writes those of its workers. Raises typer.BadParameter if it is none."""
+    from skyrl.router.worker import normalise_url
+
+    try:
+        return normalise_url(url, "--vllm-url")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def sidecar(

@@ -286,7 +286,7 @@ class _WholeAnswer:
 
 class AnswerStream:
     """Reads an answer while it arrives: its head, then its body piece by piece, as an iterator or with `read`. `close`
-    calls `on_close`, once, after what still sends the request's body has ended."""
+    calls `on_close`, once and at once; what still sends the request's body is cancelled, and its connection closed."""
 
     def __init__(self, connection: Connection, on_close: Callable[[], None] | None = None) -> None:
         self.connection = connection
@@ -316,6 +316,8 @@ class AnswerStream:
         connection = self.connection
         try:
             async for chunk in body:
+                if not chunk:
+                    continue  # an empty chunk would end the body
                 await connection.send_more(b"%x\r\n%s\r\n" % (len(chunk), chunk) if chunked else chunk)
             if chunked:
                 await connection.send_more(b"0\r\n\r\n")

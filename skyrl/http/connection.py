@@ -300,9 +300,10 @@ class Pool:
         return None
 
     def give_back(self, origin: Origin, connection: Connection) -> None:
-        """Keep a connection whose answer has arrived to its end; close any other."""
+        """Keep a connection whose answer has arrived to its end and been taken; close any other: the next request on it
+        would get the rest of this answer."""
         connection.busy, connection.sink = False, None
-        if not connection.complete or not connection.reusable or self._closed:
+        if not connection.at_end or not connection.reusable or self._closed:
             connection.abort()
             return
         loop = asyncio.get_running_loop()

@@ -66,6 +66,11 @@ class RolloutClient:
         self._abort_lock = asyncio.Lock()
 
     async def __aenter__(self) -> RolloutClient:
+        """Raises ValueError if the configuration's address of the router is none."""
+        try:
+            connection.address_of(self.config.router_url)
+        except connection.NotAccepted as error:
+            raise ValueError(f"rollout_router_ip: {error}") from error
         key = self.config.rollout_api_key
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client = HttpClient(memory_bytes=math.inf, connect_s=CONNECT_S)  # the places are the bound

@@ -3,7 +3,7 @@
 - A refused connection and 503: no worker has the request. It is sent again until the caller's deadline.
 - A broken connection and 502 `worker_interrupted`: a worker may have sampled already. Sent again by default: a rollout
   loses nothing but time by sampling anew, and with a seed the second sample is the first one's.
-- Every other status is raised at once with the server's words.
+- Every other status is raised at once with the server's words, and so is an answer that is not HTTP.
 
 Knows neither samples nor groups.
 """
@@ -74,6 +74,9 @@ class Sender:
                 self._counters.unavailable += 1
                 failures[:] = [str(error)]
             except connection.Interrupted as error:
+                if str(error).startswith((connection.NOT_HTTP, connection.HEAD_TOO_LONG)):
+                    self._counters.refused += 1
+                    raise BadAnswer(f"no router's answer over HTTP: {error}") from error
                 self._counters.interrupted += 1
                 if not self._retry_interrupted:
                     raise Interrupted(f"the connection broke: {error}") from error

@@ -5,6 +5,7 @@ workers, policies or ASGI."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from skyrl.http.connection import HeaderList
@@ -29,7 +30,7 @@ class BadHead(ValueError):
     """A middleware gave a request a header or a target that would end its line, and begin another."""
 
 
-def check_headers(headers: HeaderList) -> None:
+def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Raises BadHead."""
     for name, value in headers:
         if _NOT_IN_VALUE.search(value) or _NOT_IN_NAME.search(name):

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from skyrl.http.client import ask_once, header_of
 from skyrl.http.connection import Interrupted, NotAccepted
+from skyrl.router.heads import check_headers
 
 
 class WorkerState(StrEnum):
@@ -128,7 +129,9 @@ async def fetch(
     max_bytes: int = MAX_ANSWER_BYTES,
 ) -> Answer:
     """One request on a connection of its own, so a probe also shows that the worker accepts connections. Raises
-    Unreachable, also for an answer over `max_bytes`."""
+    Unreachable, also for an answer over `max_bytes`, and BadHead."""
+    headers = tuple(headers)
+    check_headers(headers)
     try:
         async with asyncio.timeout(timeout_s):
             answer = await ask_once(method, url, headers, body, connect_s=CONNECT_S, max_bytes=max_bytes)

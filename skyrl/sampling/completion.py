@@ -220,7 +220,8 @@ class _Details(msgspec.Struct):
 
 
 class AnswerUsage(msgspec.Struct):
-    """The numbers of tokens that an answer of the inference server tells, on every route."""
+    """The numbers of tokens that an answer of the inference server tells, on every route. `used`, `cached` and
+    `reasoning` are never negative: metrics refuse to count such numbers."""
 
     prompt_tokens: int | None = 0
     completion_tokens: int | None = 0
@@ -231,17 +232,17 @@ class AnswerUsage(msgspec.Struct):
     def cached(self) -> int:
         """How many of the prompt's tokens came from the prefix cache."""
         details = self.prompt_tokens_details
-        return 0 if details is None else details.cached_tokens or 0
+        return 0 if details is None else max(0, details.cached_tokens or 0)
 
     @property
     def reasoning(self) -> int:
         """How many of the sampled tokens are thinking."""
         details = self.completion_tokens_details
-        return 0 if details is None else details.reasoning_tokens or 0
+        return 0 if details is None else max(0, details.reasoning_tokens or 0)
 
     def used(self) -> Used:
-        prompt = self.prompt_tokens or 0
-        return Used(prompt, min(self.cached, prompt), self.completion_tokens or 0)
+        prompt = max(0, self.prompt_tokens or 0)
+        return Used(prompt, min(self.cached, prompt), max(0, self.completion_tokens or 0))
 
 
 class _Completion(msgspec.Struct):
@@ -346,7 +347,7 @@ def _encode(choices: Sequence[Choice], usage: AnswerUsage | None, job: SampleJob
         sequences,
         prompt.logprobs,
         prompt.topk,
-        0 if usage is None else usage.cached,
+        0 if usage is None else min(usage.cached, len(job.prompt)),
         prompt.target_logprobs(),
         prompt.alternatives(),
     )

@@ -158,6 +158,9 @@ class Turn(msgspec.Struct, eq=False):
 
     async def __aexit__(self, *_: object) -> None:
         gate, used, ticket = self._gate, self.used, self._ticket
+        if ticket is not None:  # ends before the client gets the answer and sends its next request
+            ticket.used = 0 if used is None else used.prompt_tokens + used.sampled_tokens
+            ticket.end()
         if gate.order is not None and self._place is not None:
             gate.order.leave(self._place, self._work.num_samples, used, self.server)
         if used is not None:
@@ -174,6 +177,3 @@ class Turn(msgspec.Struct, eq=False):
             )
             gate.count(amounts)
             gate.metrics.succeeded(used)
-        if ticket is not None:  # ends before the client gets the answer and sends its next request
-            ticket.used = 0 if used is None else used.prompt_tokens + used.sampled_tokens
-            ticket.end()

@@ -206,9 +206,10 @@ class EventRewriter:
         self._called.update(choice.index for choice in seen.choices if choice.calls)
         _tell_stops(fields, seen, self._called)
         if seen.usage is not None:
+            used = seen.usage.used()
             for choice in seen.choices:
-                self._prompts[choice.index // self._n] = seen.usage.prompt_tokens or 0
-                self._choices[choice.index] = seen.usage.completion_tokens or 0
+                self._prompts[choice.index // self._n] = used.prompt_tokens
+                self._choices[choice.index] = used.sampled_tokens
             if not self._continuous_usage:
                 del fields["usage"]
         return _encode(fields | {"model": self._model})

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from skyrl.http.client import AnswerStream, HttpClient, header_of
-from skyrl.http.connection import NOT_HTTP, HeaderList, Interrupted, NotAccepted
+from skyrl.http.connection import HEAD_TOO_LONG, NOT_HTTP, HeaderList, Interrupted, NotAccepted
 from skyrl.inference.sidecar.errors import (
     NotOffered,
     Refused,
@@ -67,8 +67,8 @@ class Vllm:
             kind = VllmAway if isinstance(error.__cause__, TimeoutError) else VllmGone
             raise kind(f"vLLM cannot be reached: {error}") from error
         except Interrupted as error:
-            if str(error).startswith(NOT_HTTP):
-                raise VllmBroke(f"vLLM's answer is not HTTP: {error}") from error
+            if str(error).startswith((NOT_HTTP, HEAD_TOO_LONG)):
+                raise VllmBroke(f"vLLM's answer cannot be read: {error}") from error
             raise VllmInterrupted(f"vLLM closed the connection: {error}") from error
 
     async def close(self) -> None:

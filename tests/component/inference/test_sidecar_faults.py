@@ -116,6 +116,20 @@ async def test_vllm_that_breaks_off_is_502() -> None:
         assert (await sidecar.generate())[0] == 502
 
 
+@pytest.mark.parametrize("head", [b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000])
+async def test_what_is_not_http_is_502_and_is_not_asked_again(head: bytes) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.send(head)
+        await exchange.client_closed.wait()
+
+    vllm = FakeVllm(script)
+    async with sidecar_before(vllm) as sidecar:
+        status, answer = await sidecar.generate()
+        assert status == 502
+        assert "code" not in answer["error"]
+    assert len(vllm.bodies) == 1
+
+
 async def test_a_stream_that_breaks_off_ends_with_an_error_and_done() -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.send(events({"choices": [choice([8], finish_reason=None)]}, done=False))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 import pytest
 
 from skyrl.base.tiny import model_path
@@ -175,8 +176,8 @@ async def test_the_example_keeps_each_conversation_at_one_worker() -> None:
     engines = [Engine(*[reply([5], "length", text="a")] * 48) for _ in range(2)]
     task = example["TASKS"]["count"]
     questions = [task.prompt(random.Random(seed)) for seed in (1, 2)]
-    async with running_router(*engines) as router, aiohttp.ClientSession() as session:
-        plane = example["Plane"](router.url, session)
+    async with running_router(*engines) as router, httpx.AsyncClient() as client:
+        plane = example["Plane"](router.url, client)
         for seed in range(24):
             await example["converse"](plane, task, questions, seed)
     seen = [sessions(engine) for engine in engines]
@@ -394,6 +395,29 @@ async def test_an_interrupted_worker_is_asked_again_unless_configured_otherwise(
         with pytest.raises(RequestRefused, match="502"):
             await client.generate(REQUEST)
     assert len(engine.bodies) == 1
+
+
+@pytest.mark.parametrize("raw", [b"SSH-2.0-OpenSSH_9.2\r\n", b"x" * 2**17], ids=["no HTTP", "an endless status line"])
+async def test_a_server_that_does_not_speak_http_is_an_error_at_once(raw: bytes) -> None:
+    async def talk(exchange: Exchange) -> None:
+        await exchange.send(raw)
+        await exchange.client_closed.wait()
+
+    server = FakeWorker(talk)
+    await server.start()
+    try:
+        async with RolloutClient(RolloutConfig(rollout_router_port=server.port, rollout_deadline_s=20)) as client:
+            with pytest.raises(BadAnswer, match="HTTP"):
+                await client.generate(REQUEST)
+    finally:
+        await server.stop()
+    assert len(server.received) == 1
+
+
+async def test_an_address_of_the_router_that_is_none_is_an_error_at_the_start() -> None:
+    with pytest.raises(ValueError, match="rollout_router_ip: invalid URL"):
+        async with RolloutClient(RolloutConfig(rollout_router_ip="no host")):
+            pass
 
 
 async def test_a_cancelled_call_frees_the_worker_and_its_place() -> None:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from small_workers import small_workers
 
+from skyrl.router.heads import BadHead
 from skyrl.router.health import HealthProber
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import Change, WorkerPool
@@ -154,6 +155,13 @@ async def test_an_answer_over_the_bound_is_none() -> None:
         server.answers["/"] = (200, b"x" * 11)
         with pytest.raises(Unreachable, match="exceeds 10 bytes"):
             await fetch("GET", f"{server.url}/", (), b"", 60, max_bytes=10)
+
+
+async def test_a_header_that_would_begin_another_line_is_not_sent() -> None:
+    async with small_workers(1) as (server,):
+        with pytest.raises(BadHead):
+            await fetch("GET", f"{server.url}/", ((b"x-a", b"1\r\nx-b: 2"),), b"", 60)
+        assert not server.got
 
 
 async def test_why_a_server_is_unreachable_is_told() -> None:

@@ -147,6 +147,34 @@ async def test_a_client_that_leaves_frees_the_worker(running_router: Start) -> N
         assert router.app.status()["counts"]["client_left"] == 1  # type: ignore[index]
 
 
+async def test_nobody_gets_what_a_client_that_left_did_not_read(running_router: Start) -> None:
+    def write_paused() -> bool:
+        return any(client.flow.write_paused for client in router.server.server_state.connections)  # type: ignore[union-attr]
+
+    async def outpace(exchange: Exchange) -> None:
+        if exchange.request.path == "/second":
+            await exchange.answer()
+            return
+        await exchange.send(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        while not write_paused():
+            await exchange.send(b"10000\r\n%s\r\n" % bytes(2**16))
+            await asyncio.sleep(0.005)
+        await exchange.send(b"4\r\ntail\r\n0\r\n\r\n")
+        sent.set()
+
+    worker, sent = FakeWorker(outpace), asyncio.Event()
+    async with running_router(worker) as router:
+        host, port = router.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port), limit=2**10)
+        writer.write(b"POST /first HTTP/1.1\r\nHost: r\r\nContent-Length: 2\r\n\r\n{}")
+        await sent.wait()
+        await asyncio.sleep(0.05)  # the router reads the end of the answer, which it cannot pass on
+        writer.transport.abort()
+        await until(lambda: router.app.status()["workers"][0]["in_flight"] == 0)  # type: ignore[index]
+        async with router.session.post(f"{router.url}/second", data=b"{}") as answer:
+            assert await answer.read() == b"{}"
+
+
 async def test_a_refused_connection_sends_the_request_to_another_worker_and_quarantines_at_once(
     running_router: Start,
 ) -> None:

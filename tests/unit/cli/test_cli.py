@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from skyrl import __version__
 from skyrl.base.config.server import ServerConfig
 from skyrl.cli.main import app
+from skyrl.inference.sidecar import main as sidecar_main
 from skyrl.runtime.processes.ports import free_port
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import migrate
@@ -128,6 +129,14 @@ def test_serve_refuses_a_port_in_use(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert f"skyrl serve: port: cannot listen on 127.0.0.1:{port} (Address already in use)" in done.stderr
     assert not (tmp_path / "logs").exists(), "no child was started"
+
+
+@pytest.mark.parametrize("url", ["http://user:password@host:8000", "http://host:0", "http://host/?a=1", "host:8000"])
+def test_a_sidecar_refuses_an_address_of_vllm_that_it_cannot_use(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sidecar_main, "run_sidecar", lambda settings: None)
+    ran = CliRunner().invoke(app, ["sidecar", "--port", "30001", "--vllm-url", url])
+    assert ran.exit_code == 2
+    assert "--vllm-url" in ran.output
 
 
 @pytest.mark.parametrize(

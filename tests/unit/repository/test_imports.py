@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import tomllib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -60,6 +62,24 @@ def test_every_module_belongs_to_a_door() -> None:
 def test_the_drawing_of_imports_is_up_to_date() -> None:
     drawn = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     assert drawn == drawing(), "`make tables` draws it again"
+
+
+OF_AGENTS = {"openai", "verifiers"}
+"""What an agent brings with it: the clients of an example that shows agents."""
+
+
+def test_examples_import_what_is_installed_with_the_demo() -> None:
+    project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    required = [*project["dependencies"], *extras["demo"], *extras["cpu"]]
+    installed = {re.split(r"[^\w-]", one)[0].replace("-", "_") for one in required}
+    examples = list((SOURCE.parent / "examples").glob("*.py"))
+    known = {*sys.stdlib_module_names, "skyrl", *installed, *OF_AGENTS, *(path.stem for path in examples)}
+    for path in examples:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+        names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        assert {name.partition(".")[0] for name in names} <= known, path
 
 
 def statements_outside_db() -> set[str]:

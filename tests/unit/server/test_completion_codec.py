@@ -148,6 +148,8 @@ def test_an_answer_without_tokens_is_an_empty_sequence(topk: int, logprobs: Any)
         ({"prompt_tokens_details": None}, 0),
         ({"prompt_tokens_details": {"cached_tokens": None}}, 0),
         ({"prompt_tokens_details": {"cached_tokens": 2}}, 2),
+        ({"prompt_tokens_details": {"cached_tokens": 4}}, 3),  # more than the prompt has
+        ({"prompt_tokens_details": {"cached_tokens": -1}}, 0),
     ],
 )
 def test_the_prompt_cache_hits_come_from_vllms_usage(usage: Any, hits: int) -> None:

@@ -285,6 +285,26 @@ async def test_closing_a_stream_ends_the_connection_and_frees_its_place() -> Non
         (await client.open_stream(server.url, b"{}", {}, LONG_S)).close()
 
 
+async def test_an_empty_piece_does_not_end_a_body_that_is_sent_in_chunks(transport: HttpClient) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in (b"a", b"", b"b"):
+            yield piece
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body.append(await reader.readuntil(b"0\r\n\r\n"))
+        writer.write(OK)
+        writer.close()
+
+    body: list[bytes] = []
+    async with await asyncio.start_server(talk, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        stream = await transport.open("POST", f"http://127.0.0.1:{port}/", [], pieces(), timeout_s=LONG_S)
+        await stream.read_all(2**10)
+        stream.close()
+    assert body == [b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n"]
+
+
 async def test_a_server_that_cannot_be_reached_has_not_accepted_the_request() -> None:
     client = HttpClient(max_connections=1)
     for _ in range(2):  # the place is free again
@@ -422,5 +442,17 @@ async def test_connections_that_are_too_old_are_closed_and_not_given() -> None:
     kept.give_back(SERVER, fresh)
     assert kept.take(SERVER) is fresh
     assert all(connection.closed for connection in old)
+    assert kept.take(SERVER) is None
+    kept.close()
+
+
+async def test_a_connection_whose_answer_was_not_taken_to_its_end_is_closed() -> None:
+    kept = Pool()
+    left = Unused()
+    left.complete = False
+    left.on_body(b"of another client")
+    left.complete = True
+    kept.give_back(SERVER, left)
+    assert left.closed
     assert kept.take(SERVER) is None
     kept.close()

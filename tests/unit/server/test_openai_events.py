@@ -68,6 +68,14 @@ def test_the_usage_at_the_end_counts_if_there_is_one() -> None:
     assert rewriter.used == Used(5, 5, 2)
 
 
+def test_negative_numbers_of_tokens_count_as_none() -> None:
+    rewriter = EventRewriter("mine", 1, include_usage=False, continuous_usage=False)
+    rewriter.rewrite(event(0, -2, -1))
+    assert rewriter.used == Used()
+    total = {"prompt_tokens": -2, "completion_tokens": -1, "prompt_tokens_details": {"cached_tokens": -3}}
+    assert rewritten(json.dumps({"choices": [], "usage": total}).encode(), "mine")[1] == Used()
+
+
 def test_an_answer_without_usage_counts_nothing() -> None:
     body, used = rewritten(b'{"model": "secret", "choices": [], "x": 1}', "mine")
     assert json.loads(body) == {"model": "mine", "choices": []}
