@@ -25,6 +25,9 @@ from skyrl.storage.db.writer import GroupCommitWriter
 
 checkpoints = CheckpointRow.__table__  # type: ignore[attr-defined]
 
+LOST = "lost/"
+"""Begins the keys of checkpoints that version 0.2 could not put into the checkpoint store. Nothing is stored there."""
+
 
 def _at(path: TinkerPath) -> ColumnElement[bool]:
     return and_(
@@ -156,8 +159,9 @@ def store_keys(connection: Connection) -> set[str]:
 
 
 def store_key_of(connection: Connection, weights: WeightsRef) -> str | None:
-    """The key of a checkpoint that holds these weights; None when no checkpoint does."""
-    holding = select(checkpoints.c.store_key).where(checkpoints.c.weights == weights)
+    """The key of a stored checkpoint that holds these weights; None when no checkpoint does."""
+    stored = ~checkpoints.c.store_key.startswith(LOST, autoescape=True)
+    holding = select(checkpoints.c.store_key).where(checkpoints.c.weights == weights, stored)
     return connection.execute(holding.limit(1)).scalar()
 
 

@@ -30,9 +30,7 @@ from skyrl.storage.db.row_statements import RowStatement, marks
 from skyrl.storage.db.scopes import model_in_scope
 from skyrl.storage.db.tables import FutureRow
 
-ENDED_AT_ON_SQLITE = (
-    "max(new_completed_at, (SELECT coalesce(max(completed_at), 0) + 2e-6 FROM futures)) + 2e-6 * (place - 1)"
-)
+ENDED_AT_ON_SQLITE = "max({}, (SELECT coalesce(max(completed_at), 0) + 2e-6 FROM futures))"
 ENDED_AT_ON_POSTGRES = (
     "greatest(CAST(%(new_completed_at)s AS double precision), (SELECT max(completed_at) FROM futures) + 2e-6)"
 )
@@ -68,6 +66,7 @@ _NAMES = ", ".join(_RECORDED)
 RECORD = RowStatement(
     _RECORDED,
     sqlite=f"INSERT INTO futures ({_NAMES}) SELECT {_NAMES} FROM given WHERE id IS NOT NULL",
+    sqlite_one=f"INSERT INTO futures ({_NAMES}) VALUES ({', '.join('?' * len(_RECORDED))})",
     postgres=f"INSERT INTO futures ({_NAMES}) VALUES ({marks(_RECORDED)})",
     long=("body",),
     key=("sampling_session_id", "sample_seq_id"),
@@ -78,11 +77,14 @@ RECORD = RowStatement(
 def _settling(also: str = "") -> RowStatement:
     outcome = ("status", "result", "result_format", "error", "error_category")
     given = ", ".join(f"{name} = new_{name}" for name in outcome)
+    alone = ", ".join(f"{name} = ?" for name in outcome)
     marked = ", ".join(f"{name} = %(new_{name})s" for name in outcome)
     return RowStatement(
         [*(f"new_{name}" for name in outcome), "new_completed_at", "request_id"],
-        sqlite=f"UPDATE futures SET {also}{given}, completed_at = {ENDED_AT_ON_SQLITE} "
-        "FROM given WHERE futures.id = request_id AND +futures.status = 'pending'",
+        sqlite=f"UPDATE futures SET {also}{given}, completed_at = {ENDED_AT_ON_SQLITE.format('new_completed_at')} "
+        "+ 2e-6 * (place - 1) FROM given WHERE futures.id = request_id AND +futures.status = 'pending'",
+        sqlite_one=f"UPDATE futures SET {also}{alone}, completed_at = {ENDED_AT_ON_SQLITE.format('?')} "
+        "WHERE id = ? AND +status = 'pending'",
         postgres=f"UPDATE futures SET {also}{marked}, completed_at = {ENDED_AT_ON_POSTGRES} "
         "WHERE id = %(request_id)s AND status = 'pending'",
         rising="new_completed_at",

@@ -45,6 +45,9 @@ class RowStatement:
     with the same value of the parameter `first_of`, only the first one runs. Large rows (see ROW_BYTES) run one by one,
     before the others.
 
+    `sqlite_one` is a plain text for one row, with a `?` for each of `parameters`, in their order. Statements of samples
+    have one, because `FROM given` copies a row's values.
+
     `postgres` is psycopg's text for one row, with named parameters (`marks`). `key` names the parameters of a unique
     key. Processes that write the same keys at the same time must write them in the same order, or each would wait for
     the other.
@@ -58,6 +61,7 @@ class RowStatement:
         parameters: Sequence[str],
         *,
         sqlite: str,
+        sqlite_one: str | None = None,
         postgres: str,
         rising: str | None = None,
         first_of: str | None = None,
@@ -67,6 +71,7 @@ class RowStatement:
         self.parameters = tuple(parameters)
         self.postgres = postgres
         self._sqlite = sqlite
+        self._sqlite_one = sqlite_one
         self._rising = rising
         self._first_of = first_of
         self._long = tuple(long)
@@ -112,6 +117,8 @@ class RowStatement:
 
     def _sqlite_for(self, size: int) -> str:
         """SQLite's text for `size` rows."""
+        if size == 1 and self._sqlite_one is not None:
+            return self._sqlite_one
         row_marks = ", ".join("?" * len(self.parameters))
         rows = ", ".join(f"({place}, {row_marks})" for place in range(1, size + 1))
         given = f"(WITH given (place, {', '.join(self.parameters)}) AS (VALUES {rows}) SELECT * FROM given)"

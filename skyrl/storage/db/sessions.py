@@ -82,10 +82,11 @@ _ACTIVE = select(sessions.c.id, sessions.c.project_id).where(_IS_ACTIVE)
 """Without the sessions' metadata, which may be 16 KiB for each of thousands of sessions."""
 _BEAT = RowStatement(
     ("session", "now"),
-    sqlite="UPDATE sessions SET heartbeat_at = now FROM given WHERE sessions.id = session AND status = 'active'",
+    sqlite="UPDATE sessions SET heartbeat_at = now FROM given WHERE sessions.id = session AND +status = 'active'",
     postgres="UPDATE sessions SET heartbeat_at = %(now)s WHERE id = %(session)s AND status = 'active'",
     first_of="session",
 )
+"""Nothing for a session that has ended. (The plus: see `skyrl.storage.db.futures.SETTLE`.)"""
 _END = (
     update(sessions)
     .where(sessions.c.id == bindparam("session"), sessions.c.status == "active")

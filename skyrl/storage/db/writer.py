@@ -1,4 +1,4 @@
-"""The group-commit writer: commits all waiting writes in one transaction, on the event loop or on a thread."""
+"""The group-commit writer: commits waiting writes together, on the event loop or on a thread."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class GroupCommitWriter:
     lock, or a row is bad), and for a while all rows after a commit was slow. On PostgreSQL the thread commits
     everything, and rows in one round trip.
 
-    When the database is away or full, a whole group fails and none of its writes is committed. But when the connection
-    breaks during the commit, they may all be committed although they fail.
-
     The rows of a group have one commit and its changes another. Rows with the same statement run together. So the
     writes of a group do not run in their order, and a write that depends on another one must wait until that one is
     committed.
+
+    When the database is away or full, all writes of a commit fail and none of them is committed; the group's other
+    commit may succeed. When the connection breaks during a commit, its writes may all be committed although they fail.
 
     The thread starts with the first write. Without `ordered`, transactions on PostgreSQL do not take the write lock.
     """
@@ -83,7 +83,7 @@ class GroupCommitWriter:
         return self._put(statement, parameters, None)
 
     def transact(self, change: Callable[[Connection], T]) -> asyncio.Future[T]:
-        """Run `change` in the transaction of a group. The future has its value when that is committed."""
+        """Run `change` in the transaction of a group's changes. The future has its value when that is committed."""
         return self._put(None, None, change)
 
     def _put(

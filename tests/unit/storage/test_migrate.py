@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from sqlmodel import SQLModel
 
 from alembic import command
 from skyrl.base.config.server import ConfigError
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.storage.db import tables  # noqa: F401  (registers the tables)
+from skyrl.storage.db.adapter_versions import held
+from skyrl.storage.db.checkpoints import store_key_of
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.maintenance import problems
 from skyrl.storage.db.migrate import DatabaseAway, SchemaError, _config, migrate, newest_revision
@@ -43,22 +47,32 @@ def test_an_empty_database_gets_the_newest_schema(database: Database) -> None:
 
 
 @ON_BOTH
-def test_a_database_of_version_0_2_keeps_its_rows(database: Database) -> None:
-    """Version 0.2 leaves keys out of the checkpoint store where it could not put the files there."""
+def test_a_database_of_version_0_2_keeps_its_rows(database: Database, caplog: pytest.LogCaptureFixture) -> None:
+    """Version 0.2 leaves out the keys of checkpoints that it could not put into the checkpoint store."""
     command.upgrade(_config(database.url), "0018")
     fixed = (
         "tenant, model_id, base_model, lora_rank, lora_alpha, seed, train_attn, train_mlp, train_unembed, size_bytes"
     )
     values = "'t', 's1:train:0', 'tiny', 8, 32, 1, true, true, true, 5"
-    for name, place in (("a", "'model/a-1', NULL"), ("b", "NULL, '/elsewhere/v000001'")):
-        row = f"INSERT INTO checkpoints (kind, name, store_key, old_directory, public, created_at, {fixed}) VALUES "
-        row += f"('weights', '{name}', {place}, false, 1, {values})"
+    adapter, alone = AdapterVersion.of("m", 1), AdapterVersion.of("m", 2)
+    for name, place, weights in (
+        ("a", "NULL, NULL", adapter),
+        ("b", "'model/b-1', NULL", adapter),
+        ("c", "NULL, '/elsewhere/v000001'", alone),
+    ):
+        row = f"INSERT INTO checkpoints (kind, name, store_key, old_directory, weights, public, created_at, {fixed}) "
+        row += f"VALUES ('weights', '{name}', {place}, '{weights}', false, 1, {values})"
         database.write(lambda c, row=row: c.execute(text(row)))
-    migrate(database)
+    with caplog.at_level(logging.WARNING):
+        migrate(database)
+    assert "no files of 2 checkpoints" in caplog.text
     kept = database.read(
         lambda c: [tuple(row) for row in c.execute(text("SELECT id, name, store_key FROM checkpoints"))]
     )
-    assert sorted(kept) == [(1, "a", "model/a-1"), (2, "b", "lost/2")]
+    assert sorted(kept) == [(1, "a", "lost/1"), (2, "b", "model/b-1"), (3, "c", "lost/3")]
+    assert database.read(lambda c: store_key_of(c, adapter)) == "model/b-1"
+    assert database.read(lambda c: store_key_of(c, alone)) is None, "so the key that follows from its name is tried"
+    assert database.read(lambda c: held(c, 0.0)) >= {adapter, alone}, "their files are not swept"
     assert problems(database) == []
 
 

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from skyrl.storage.db.agents import _ADD
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.futures import RECORD, SETTLE_SAMPLE, Outcome, futures, settlement
+from skyrl.storage.db.futures import RECORD, SETTLE, SETTLE_SAMPLE, Outcome, futures, settlement
+from skyrl.storage.db.models import _TOUCH
 from skyrl.storage.db.row_statements import ROW_BYTES, SIZES, RowStatement
+from skyrl.storage.db.sessions import _BEAT
 from skyrl.storage.db.tables import FutureRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
@@ -158,14 +161,30 @@ def test_rows_that_ended_before_stay_as_they_are(driver: sqlite3.Connection) -> 
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_each_given_row_is_looked_for_by_its_id(driver: sqlite3.Connection, size: int) -> None:
-    """Also when the statistics say that few rows are pending."""
+@pytest.mark.parametrize(
+    ("statement", "table", "by_id"),
+    [
+        (SETTLE, "futures", "INDEX sqlite_autoindex_futures_3"),
+        (SETTLE_SAMPLE, "futures", "INDEX sqlite_autoindex_futures_3"),
+        (_BEAT, "sessions", "INDEX sqlite_autoindex_sessions_1"),
+        (_TOUCH, "models", "COVERING INDEX sqlite_autoindex_models_1"),
+        (_ADD, "s", "INDEX sqlite_autoindex_agent_sessions_1"),
+    ],
+    ids=["settle", "settle_sample", "beat", "touch", "add"],
+)
+def test_each_given_row_is_looked_for_by_its_id(
+    driver: sqlite3.Connection, statement: RowStatement, table: str, by_id: str, size: int
+) -> None:
+    """Also when the statistics say that few rows have each status."""
     driver.execute("ANALYZE")
-    nothing = [None] * (size * len(SETTLE_SAMPLE.parameters))
-    plan = driver.execute(f"EXPLAIN QUERY PLAN {SETTLE_SAMPLE.sqlite_for(size)}", nothing).fetchall()
+    for index in ("ix_futures_status_n", "ix_sessions_status", "ix_sessions_active_tenant"):
+        driver.execute("INSERT INTO sqlite_stat1 VALUES (?, ?, '2000 1 1')", (index.split("_")[1], index))
+    driver.execute("ANALYZE sqlite_schema")  # reads the statistics again
+    nothing = [None] * (size * len(statement.parameters))
+    plan = driver.execute(f"EXPLAIN QUERY PLAN {statement.sqlite_for(size)}", nothing).fetchall()
     steps = [step[-1] for step in plan]
-    assert "SEARCH futures USING INDEX sqlite_autoindex_futures_3 (id=?)" in steps, steps
-    assert "SCAN futures" not in steps
+    assert f"SEARCH {table} USING {by_id} (id=?)" in steps, steps
+    assert not any(step.startswith(f"SCAN {table}") or "status" in step for step in steps), steps
 
 
 def test_few_places_of_a_statement_stay_empty() -> None:
