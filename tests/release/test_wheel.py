@@ -66,7 +66,7 @@ def test_the_wheel_has_every_file_of_the_package_and_the_migrations(wheel: Path)
         if path.is_file() and "__pycache__" not in path.parts
     }
     migrations = {str(Path("skyrl/storage/db") / path) for path in kept if path.parts[0] == "alembic"}
-    assert len(migrations) > 10
+    assert len(migrations) >= 4  # env.py, its template, and the revisions since 0.2
     lacking = {str(path) for path in kept if path.parts[0] == "skyrl"} | migrations
     assert lacking - {*zipfile.ZipFile(wheel).namelist()} == set()
 

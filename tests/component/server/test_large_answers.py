@@ -22,7 +22,6 @@ from test_forwarding_failures import JOB, WHOLE, decoded
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.sample_request import Distribution
-from skyrl.http import client as client_module
 from skyrl.http.client import LARGE_ANSWER_BYTES, AnswerMemory, HttpClient
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.completion import decode_answer
@@ -313,11 +312,8 @@ def test_memory_for_answers_is_granted_in_order_and_returned_once() -> None:
     assert memory.reserve(10, lambda: None).granted
 
 
-async def test_large_answers_are_read_when_memory_is_free(
-    upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_module, "AnswerMemory", lambda: AnswerMemory(LARGE_ANSWER_BYTES))
-    transport = HttpClient()
+async def test_large_answers_are_read_when_memory_is_free(upstream: FakeUpstream) -> None:
+    transport = HttpClient(memory_bytes=LARGE_ANSWER_BYTES)
     upstream.default = reply(200, b"x" * 8 * MIB, "text/plain")
 
     async def ask() -> Any:

@@ -200,7 +200,7 @@ def test_create_and_revoke_name_the_database_that_they_changed(operator: Operato
 def test_a_database_of_an_older_or_newer_schema_is_refused(operator: Operator) -> None:
     operator.create()
     database = Database(url_of(operator.state_dir))
-    for revision, message in (("0001", "start the server once"), ("9999_later", "made by a newer one")):
+    for revision, message in (("0001", "start skyrl 0.2 on it once"), ("9999_later", "made by a newer one")):
         database.write(
             lambda c, to=revision: c.execute(text("UPDATE alembic_version SET version_num = :to"), {"to": to})
         )

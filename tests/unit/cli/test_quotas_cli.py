@@ -111,7 +111,7 @@ def test_list_shows_the_use_and_the_limit_of_every_tenant(operator: Operator) ->
     }
     model = {"session_id": "s", "tenant": other, "sampler_version": 0, "next_seq": 1, "last_request_at": 1} | adapter
     open_model, closed_model = model | {"id": "a", "model_seq_id": 0, "status": "ready"}, {"id": "b", "model_seq_id": 1}
-    saved = {"tenant": other, "model_id": "a", "kind": "weights", "public": False} | adapter
+    saved = {"tenant": other, "model_id": "a", "kind": "weights", "public": False, "store_key": "k"} | adapter
     kept, expired = saved | {"name": "n", "size_bytes": 700}, {"name": "m", "size_bytes": 99, "expires_at": 2.0}
     sample = {"kind": "EXTERNAL", "tenant": other, "session_id": "s", "digest": b"", "body_format": "json"}
     pending, ended = sample | {"id": "x", "status": "pending"}, {"id": "y", "status": "done"}
