@@ -6,7 +6,7 @@
 #           process ends as by a KeyboardInterrupt.
 # Version:  torch 2.13.0.
 # Source:   torch/distributed/checkpoint/api.py: "class CheckpointException(BaseException)".
-# Cost:     a training service that answers failures of one tenant dies with all tenants.
+# Cost:     a training service that catches Exception to answer one tenant ends for all tenants.
 # skyrl:    writes and reads its own safetensors files, and no distributed checkpoints.
 set -euo pipefail
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT

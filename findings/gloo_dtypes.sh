@@ -4,7 +4,7 @@
 # Guess:    a broadcast copies bytes, so every dtype of a weight goes through.
 # Seen:     float8_e4m3fn, float8_e5m2, int16, uint16, uint32 and uint64 raise RuntimeError "Invalid scalar type".
 # Version:  torch 2.13.0, one process.
-# Source:   torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, GENERATE_ALL_TYPES: the types that it lists.
+# Source:   torch/csrc/distributed/c10d, the macro GENERATE_ALL_TYPES of the gloo process group: the types that it lists.
 # Cost:     a trainer that broadcasts a quantized release to inference servers fails at its first scale or packed weight.
 # skyrl:    sends the bytes of such tensors as uint8 (skyrl.weights).
 set -euo pipefail

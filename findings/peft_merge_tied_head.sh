@@ -3,9 +3,9 @@
 #
 # Guess:    merge_and_unload gives a model with the same logits as base and adapter together, to rounding.
 # Seen:     with tie_word_embeddings the logits differ by more than 1: the merged lm_head is still the embeddings' tensor, so
-#           the adapter's product changes every input as well. No error; since 0.19 a warning.
+#           the adapter's product changes every input as well. It warns of "complications", and raises nothing.
 # Version:  peft 0.21.2, transformers 5.19.0, torch 2.13.0.
-# Source:   peft/tuners/lora/layer.py, merge: "base_layer.weight.data += delta_weight", in place.
+# Source:   peft/tuners/tuners_utils.py, the two warnings about tie_word_embeddings; the merge changes the weight in place.
 # Cost:     a trained adapter of a small Qwen, Llama or Gemma is right in training and wrong after its export.
 # skyrl:    `skyrl adapter merge` unties the two, or refuses (docs/how-it-works/checkpoints.md).
 set -euo pipefail

@@ -4,7 +4,7 @@
 # Guess:    types.Datum copies numbers at its creation, as its lists of tokens are copied.
 # Seen:     an array that is reused for the next Datum changes the first one, too, until forward_backward has encoded it.
 # Version:  tinker 0.38.0.
-# Source:   tinker/types/tensor_data.py: from_numpy keeps a view of the array.
+# Source:   tinker/types/tensor_data.py: "arr = data" for a writable array of the right dtype.
 # Cost:     a loop that fills one buffer of advantages for many sequences trains all of them with the last one's numbers.
 # skyrl:    gets what was encoded, and cannot see it.
 set -euo pipefail
