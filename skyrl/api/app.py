@@ -218,11 +218,12 @@ ROUTES = (
 def create_app(services: Services) -> HttpTable:
     """All routes over these services."""
     resources = [routes(services) for routes in ROUTES]
+    declared = [route for routes in resources for route in routes.declared]
     bodies = BodyReader(services.config.state_dir, bounds(services.config.max_body_bytes))
     tracing = () if services.spans is None else (TraceHook(services.spans, services.config.trace_ratio),)
     hooks: tuple[Hook, ...] = (
         *tracing,
-        RequestMetrics(services.metrics.http),
+        RequestMetrics(services.metrics.http, declared),
         RequestIds(),
         AccessCheck(services.access, services.urls),
         BodyMemoryHook(bodies),

@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from itertools import count
 from typing import Any
 
@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from skyrl.api.access import Access, check_route, offered_key
 from skyrl.api.bodies import BodyReader
 from skyrl.api.call import Call
-from skyrl.api.metrics import OTHER, HttpMetrics
+from skyrl.api.metrics import HttpMetrics
 from skyrl.api.route import Body, Route
 from skyrl.api.signed_links import SignedUrls
 from skyrl.base.wire.errors import RequestError
@@ -39,16 +39,18 @@ class RequestMetrics:
 
     name = "metrics"
 
-    def __init__(self, metrics: HttpMetrics) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: HttpMetrics, routes: Iterable[Route]) -> None:
+        self._tallies = {
+            route: metrics.route(route.method, route.path, timed=route.path not in LONG_POLLS) for route in routes
+        }
+        self._other = metrics.other
 
     def begin(self, call: Call) -> None:
         call.began = time.perf_counter()
 
     def end(self, call: Call) -> None:
-        method, path = (OTHER, OTHER) if call.route is None else (call.route.method, call.route.path)
-        seconds = None if path in LONG_POLLS else time.perf_counter() - call.began
-        self._metrics.answered(method, path, call.status, seconds)
+        tally = self._other if call.route is None else self._tallies[call.route]
+        tally.answered(call.status, time.perf_counter() - call.began)
 
 
 class RequestIds:

@@ -18,9 +18,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from skyrl.base.types.activity import WaitsFor
 from skyrl.base.types.requests import ENGINE_KINDS, SAVES, Kind
 from skyrl.inference.metrics import AdapterMetrics
-from skyrl.runtime.metrics.outcomes import OUTCOMES, outcome_label
 from skyrl.runtime.metrics.process import LoopLag
 from skyrl.runtime.metrics.storage import DatabaseGauges, TrafficMetrics
+from skyrl.runtime.metrics.tallies import OUTCOMES, outcome_label
 
 WAIT_BOUNDS = (0.01, 0.05, 0.25, 1, 5, 15, 60, 300, 1800)
 RUN_BOUNDS = (0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300)

@@ -23,7 +23,7 @@ from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, WeightsRef, served_version
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest, RequestError
 from skyrl.base.wire.sample_request import SampleRequest
-from skyrl.runtime.metrics.outcomes import outcome_label
+from skyrl.runtime.metrics.tallies import outcome_label
 from skyrl.runtime.tracing import current_trace
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.gate import Entry, SamplingGate

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from skyrl.runtime.metrics.outcomes import CANCELLED, OK, OUTCOMES
+from skyrl.runtime.metrics.tallies import CANCELLED, OK, OUTCOMES, Spreads, Tallies
 
 DURATION_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 OVERHEAD_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10)
@@ -55,56 +55,57 @@ class Used(msgspec.Struct):
 
 class RefusalMetrics:
     """Samples that were not accepted, of all base models together: a sample may be refused before its base model is
-    known."""
+    known. Call `refused` on one thread."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        refused = Counter("skyrl_samples_refused", "Samples that were not accepted.", ["reason"], registry=registry)
-        self._refused = {reason: refused.labels(reason) for reason in REFUSALS}
+        about = "Samples that were not accepted."
+        self._refused = Tallies(registry, "skyrl_samples_refused", about, "reason", REFUSALS)
 
     def refused(self, reason: Refusal) -> None:
-        self._refused[reason].inc()
+        self._refused[reason].add()
 
 
 class SampleMetrics:
-    """The samples of one base model."""
+    """The samples of one base model. Call all methods on one thread."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self._registry = registry
-        outcomes = Counter("skyrl_samples", "Samples that ended.", ["outcome"], registry=registry)
-        self._ended = {outcome: outcomes.labels(outcome) for outcome in OUTCOMES}
-        tokens = Counter(
+        outcomes = Tallies(registry, "skyrl_samples", "Samples that ended.", "outcome", OUTCOMES)
+        self._ended = {outcome: outcomes[outcome] for outcome in OUTCOMES}
+        tokens = Tallies(
+            registry,
             "skyrl_sample_tokens",
             "Tokens of samples that succeeded. `prompt` includes `prompt_cached`, the part from the prefix cache. "
             "`prompt_computed` counts what was computed for each sequence of a sample.",
-            ["kind"],
-            registry=registry,
+            "kind",
+            ("prompt", "prompt_cached", "prompt_computed", "sampled"),
         )
-        kinds = ("prompt", "prompt_cached", "prompt_computed", "sampled")
-        self._prompt, self._cached, self._computed, self._sampled = map(tokens.labels, kinds)
+        self._prompt, self._cached, self._sampled = tokens["prompt"], tokens["prompt_cached"], tokens["sampled"]
+        self._computed = tokens["prompt_computed"]
         about = "Time from a sample's record to its stored outcome, and of an OpenAI request in the server."
-        self._duration = Histogram("skyrl_sample_duration_seconds", about, buckets=DURATION_BOUNDS, registry=registry)
+        self._duration = Spreads(registry, "skyrl_sample_duration_seconds", about, DURATION_BOUNDS).only
         about = "The part of a successful sample's time that was spent neither in vLLM nor waiting for its quota."
-        self._overhead = Histogram("skyrl_sample_overhead_seconds", about, buckets=OVERHEAD_BOUNDS, registry=registry)
+        self._overhead = Spreads(registry, "skyrl_sample_overhead_seconds", about, OVERHEAD_BOUNDS).only
         self._in_flight: list[Ages] = []
         if registry is not None:
             registry.register(_InFlight(self._in_flight))
 
     def succeeded(self, used: Used) -> None:
         """Count the tokens of a sample that vLLM has answered."""
-        self._computed.inc(used.prompt_tokens - used.cached_tokens + used.computed_again)
-        self._prompt.inc(used.prompt_tokens)
-        self._cached.inc(used.cached_tokens)
-        self._sampled.inc(used.sampled_tokens)
+        self._computed.value += used.prompt_tokens - used.cached_tokens + used.computed_again
+        self._prompt.value += used.prompt_tokens
+        self._cached.value += used.cached_tokens
+        self._sampled.value += used.sampled_tokens
 
     def ended(self, outcome: str, seconds: float, overhead_s: float | None = None) -> None:
         """Count a sample that has its outcome. `overhead_s` is None if it has no meaning."""
-        self._ended[outcome].inc()
-        self._duration.observe(seconds)
+        self._ended[outcome].value += 1
+        self._duration.add(seconds)
         if outcome == OK and overhead_s is not None:
-            self._overhead.observe(max(0.0, overhead_s))
+            self._overhead.add(max(0.0, overhead_s))
 
     def cancelled(self) -> None:
-        self._ended[CANCELLED].inc()
+        self._ended[CANCELLED].add()
 
     def watch(self, ages: Ages) -> None:
         """Count these as in flight, too. They are asked at each scrape, on another thread."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from skyrl.base.types.agents import EndReason, ForkReason
-from skyrl.runtime.metrics.outcomes import OK, SERVER_ERROR, USER_ERROR
+from skyrl.runtime.metrics.tallies import OK, SERVER_ERROR, USER_ERROR
 
 if TYPE_CHECKING:  # brings NumPy, which the launcher does without
     from skyrl.base.types.agents import AgentTurn

@@ -34,7 +34,7 @@ from skyrl.chat.openai.messages import ChatPictures
 from skyrl.chat.openai.models import Target
 from skyrl.http.client import HttpClient
 from skyrl.http.connection import Interrupted
-from skyrl.runtime.metrics.outcomes import CANCELLED, OK, SERVER_ERROR, USER_ERROR
+from skyrl.runtime.metrics.tallies import CANCELLED, OK, SERVER_ERROR, USER_ERROR
 from skyrl.runtime.processes.logs import about_request
 from skyrl.runtime.tracing import current_trace
 from skyrl.sampling.client import ForwardingClient

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, GCCollector, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+
+from skyrl.runtime.metrics.tallies import Spreads
 
 LAG_PERIOD_S = 0.5
 LAG_BOUNDS = (0.005, 0.02, 0.05, 0.1, 0.25, 1, 5)
@@ -34,7 +36,7 @@ class LoopLag:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         about = "How late the event loop was, looked at twice a second."
-        self._lag = Histogram("skyrl_event_loop_lag_seconds", about, buckets=LAG_BOUNDS, registry=registry)
+        self._lag = Spreads(registry, "skyrl_event_loop_lag_seconds", about, LAG_BOUNDS).only
 
     async def run(self) -> None:
         """Measure until cancelled."""
@@ -42,4 +44,4 @@ class LoopLag:
         while True:
             due = now() + LAG_PERIOD_S
             await asyncio.sleep(LAG_PERIOD_S)
-            self._lag.observe(max(0.0, now() - due))
+            self._lag.add(max(0.0, now() - due))

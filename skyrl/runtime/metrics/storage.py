@@ -4,9 +4,12 @@ checkpoint store, and the space that is left on the disk of the state directory.
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from skyrl.runtime.metrics.tallies import Spreads
 
 COMMIT_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1, 5)
 ROWS_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
@@ -17,13 +20,15 @@ class CommitMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         about = "Time of one group commit, from BEGIN to its end."
-        self._seconds = Histogram("skyrl_db_commit_seconds", about, buckets=COMMIT_BOUNDS, registry=registry)
+        self._seconds = Spreads(registry, "skyrl_db_commit_seconds", about, COMMIT_BOUNDS).only
         about = "Writes in one group commit."
-        self._rows = Histogram("skyrl_db_rows_per_commit", about, buckets=ROWS_BOUNDS, registry=registry)
+        self._rows = Spreads(registry, "skyrl_db_rows_per_commit", about, ROWS_BOUNDS).only
+        self._lock = threading.Lock()
 
     def committed(self, rows: int, seconds: float) -> None:
-        self._rows.observe(rows)
-        self._seconds.observe(seconds)
+        with self._lock:
+            self._rows.add(rows)
+            self._seconds.add(seconds)
 
 
 class DatabaseGauges:

@@ -1,4 +1,4 @@
-"""Metrics without a server: the text format, the files of processes, and what is shown of vLLM."""
+"""Metrics without a server: tallies, the text format, the files of processes, and what is shown of vLLM."""
 
 from __future__ import annotations
 
@@ -16,13 +16,40 @@ from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.engine.metrics import EngineMetrics
 from skyrl.inference.metrics import shown
 from skyrl.runtime.metrics.files import STALE_S, MetricsDirectory, MetricsWriter, joined, publishing, rendered
+from skyrl.runtime.metrics.tallies import Spreads, Tallies
 
 BOUNDS = (0.1, 1.0, 2.5)
+VALUES = (0.05, 0.1, 0.11, 1.0, 2.0, 9.0)
 
 
 def lines_of(text: str) -> set[str]:
     """The lines of a text, without the times at which series were made."""
     return {line for line in text.splitlines() if "_created" not in line}
+
+
+def test_a_tallied_histogram_shows_what_the_clients_own_shows() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    spread = Spreads(ours, "wait_seconds", "Time.", BOUNDS).only
+    histogram = Histogram("wait_seconds", "Time.", buckets=BOUNDS, registry=theirs)
+    for value in VALUES:
+        spread.add(value)
+        histogram.observe(value)
+    assert lines_of(generate_latest(ours).decode()) == lines_of(generate_latest(theirs).decode())
+
+
+def test_a_tallied_counter_shows_what_the_clients_own_shows() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    tallies = Tallies(ours, "ends", "Ends.", "outcome", ("ok", "failed"))
+    counter = Counter("ends", "Ends.", ["outcome"], registry=theirs)
+    for outcome, amount in (("ok", 2), ("failed", 0)):
+        tallies[outcome].add(amount)
+        counter.labels(outcome).inc(amount)
+    assert lines_of(generate_latest(ours).decode()) == lines_of(generate_latest(theirs).decode())
+
+
+def test_a_label_that_was_not_named_at_the_start_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        Tallies(None, "ends", "Ends.", "outcome", ("ok",))["a tenant's name"]
 
 
 def test_the_text_is_the_clients_own_with_one_more_label() -> None:
@@ -167,9 +194,11 @@ def test_the_directory_is_private_and_made_again(tmp_path: Path) -> None:
 def test_requests_are_shown_by_template_method_and_first_digit() -> None:
     registry = CollectorRegistry()
     metrics = HttpMetrics(registry)
-    metrics.answered("POST", "/api/v1/asample", 200, 0.3)
-    metrics.answered("POST", "/api/v1/asample", 429, 0.3)
-    metrics.answered("POST", "/api/v1/retrieve_future", None, None)
+    timed = metrics.route("POST", "/api/v1/asample")
+    polled = metrics.route("POST", "/api/v1/retrieve_future", timed=False)
+    timed.answered(200, 0.3)
+    timed.answered(429, 0.3)
+    polled.answered(None, 30)
     text = generate_latest(registry).decode()
     assert 'skyrl_http_requests_total{method="POST",route="/api/v1/asample",status="2xx"} 1.0' in text
     assert 'skyrl_http_requests_total{method="POST",route="/api/v1/asample",status="4xx"} 1.0' in text
