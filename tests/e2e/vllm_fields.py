@@ -1,6 +1,6 @@
 """What each field of vLLM's requests does to an answer of the tiny model, on each route that has it.
 
-`tests/unit/server/test_vllm_fields.py` compares the names with the fields of the installed vLLM. This module imports
+`tests/unit/chat/test_vllm_fields.py` compares the names with the fields of the installed vLLM. This module imports
 neither vLLM nor an SDK.
 """
 
@@ -191,7 +191,7 @@ EFFECTS: dict[str, dict[str, Effect]] = {
 _TOOLS = "tests/e2e/tools/test_tools.py::"
 ELSEWHERE = {
     "chat_template_kwargs": f"{_TOOLS}test_thinking_is_apart_from_the_text",
-    "documents": "tests/component/server/test_openai.py::test_documents_go_on_where_the_template_takes_them",
+    "documents": "tests/component/api/test_openai.py::test_documents_go_on_where_the_template_takes_them",
     "include_reasoning": f"{_TOOLS}test_fields_about_thinking_have_an_effect",
     "parallel_tool_calls": f"{_TOOLS}test_a_second_call_is_made_unless_one_is_asked_for",
     "reasoning_effort": f"{_TOOLS}test_fields_about_thinking_have_an_effect",

@@ -4,7 +4,7 @@ may be.
 The fields that say so are checked and bounded here, because vLLM would ignore a part of them, and pays for large ones
 with time. `grammars` is whether regular expressions and grammars are accepted. A JSON schema is checked keyword by
 keyword: xgrammar, which makes vLLM's grammars, ignores what it does not enforce, and an ignored keyword would change
-the meaning of a request in silence. tests/component/server/test_enforced_schemas.py tries every keyword with xgrammar
+the meaning of a request in silence. tests/component/api/test_enforced_schemas.py tries every keyword with xgrammar
 itself.
 
 `Size` is the size of a request. Its bounds are those of `asample` (`skyrl.sampling.job`, `skyrl.sampling.exchanges`),

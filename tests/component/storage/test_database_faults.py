@@ -37,7 +37,7 @@ from skyrl.storage.db.repeats import RetryingDatabase
 from skyrl.storage.db.row_statements import Group, RowConnection
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.doorbell import Doorbell
-from tests.component.server.test_forwarding_failures import JOB
+from tests.component.api.test_forwarding_failures import JOB
 from tests.databases import hold_records
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE, PostgresServer
 

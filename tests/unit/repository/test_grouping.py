@@ -22,8 +22,8 @@ from tests.grouping import (
 @pytest.mark.parametrize(
     ("nodeid", "group"),
     [
-        ("tests/unit/server/test_bucket.py::test_one[a/b::c]", "tests/unit/server/test_bucket.py"),
-        ("tests/component/training/test_week.py::test_one", "tests/component/training/test_week.py"),
+        ("tests/unit/sampling/test_bucket.py::test_one[a/b::c]", "tests/unit/sampling/test_bucket.py"),
+        ("tests/component/engine/test_week.py::test_one", "tests/component/engine/test_week.py"),
         ("tests/e2e/test_of_somebody_new.py::test_one", SHARED_SERVER),
         ("tests/e2e/sdk/test_matrix.py::test_one", PROGRAMS),
         ("tests/e2e/cookbook/test_download.py::test_one", PROGRAMS),

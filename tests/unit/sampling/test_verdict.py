@@ -1,4 +1,4 @@
-"""The verdicts on the answers of skyrl's router. tests/component/server/test_forwarding_failures.py has the other
+"""The verdicts on the answers of skyrl's router. tests/component/api/test_forwarding_failures.py has the other
 answers."""
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ WIRE = b': ping\n\ndata: {"a": "x\\n\\n"}\n\ndata:{"b": 2}\n\ndata: [DONE]\n\n'
 
 
 class Pieces:
-    """The body of an answer, in pieces; tests/component/server/test_openai_failures.py reads real ones."""
+    """The body of an answer, in pieces; tests/component/api/test_openai_failures.py reads real ones."""
 
     def __init__(self, content: bytes, size: int) -> None:
         self._pieces = [content[start : start + size] for start in range(0, len(content), size)]
