@@ -11,13 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from email.utils import parsedate_to_datetime
 
 import msgspec
 
+from skyrl.http.answers import (
+    LARGE_ANSWER_BYTES,
+    MEMORY_BYTES,
+    Answer,
+    AnswerMemory,
+    Reservation,
+    content_type_of,
+    header_of,
+    hold_nothing,
+)
 from skyrl.http.connection import (
     HEAD_TOO_LONG,
     MAX_HEAD_BYTES,
@@ -33,62 +40,6 @@ from skyrl.http.connection import (
 
 CONTROL_ANSWER_BYTES = 2**20
 """The bound of answers that are not 2xx, and of answers for which the caller gives no bound (health, adapter loads)."""
-WORKER_HEADER = b"x-skyrl-worker"
-"""A header of skyrl's router: the URL of the replica that an answer is about."""
-
-
-def header_of(headers: HeaderList, name: bytes) -> str | None:
-    """The value of the first header `name`, which is in lower case."""
-    return next((value.decode("latin-1") for given, value in headers if given == name), None)
-
-
-def content_type_of(headers: HeaderList) -> str:
-    """Without parameters; empty if there is none."""
-    return (header_of(headers, b"content-type") or "").partition(";")[0].strip()
-
-
-def _hold_nothing() -> None:
-    """The `release` of an answer without reserved memory."""
-
-
-# Every sample makes one. As a frozen dataclass that would take three times as long.
-class Answer(msgspec.Struct, frozen=True):
-    """An HTTP answer. The names of its headers are in lower case. `whole` is False if it exceeded its bound; then
-    `body` has only its beginning.
-
-    A large answer holds memory for which other large answers wait. Call `release` when the body is not needed any more.
-    A second call does nothing, nor does a call for a small answer.
-    """
-
-    status: int
-    body: bytes
-    headers: HeaderList = []
-    whole: bool = True
-    release: Callable[[], None] = _hold_nothing
-
-    @property
-    def content_type(self) -> str:
-        return content_type_of(self.headers)
-
-    @property
-    def worker(self) -> str | None:
-        """The URL of the replica that the answer is about, if a router names it."""
-        return header_of(self.headers, WORKER_HEADER)
-
-    @property
-    def retry_after_s(self) -> float | None:
-        """Seconds from now. The header is a number or a date; None for anything else."""
-        text = header_of(self.headers, b"retry-after")
-        if text is None:
-            return None
-        try:
-            seconds = float(text)
-        except ValueError:
-            try:
-                seconds = parsedate_to_datetime(text).timestamp() - time.time()
-            except (ValueError, OverflowError):
-                return None
-        return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 class Pieces(msgspec.Struct):
@@ -96,61 +47,6 @@ class Pieces(msgspec.Struct):
 
     size: int
     pieces: Iterator[bytes]
-
-
-LARGE_ANSWER_BYTES = 2**20
-"""The rest of a larger answer is only read after memory was reserved for the answer."""
-MEMORY_BYTES = 256 * 2**20
-"""For all large answers of a client, each until it is decoded. An answer larger than this is read while no other large
-answer is in memory."""
-
-
-class AnswerMemory:
-    """Grants reservations in the order of arrival. Runs in one event loop."""
-
-    def __init__(self, size: float = MEMORY_BYTES) -> None:
-        self._size = size
-        self._reserved = 0
-        self._waiting: deque[Reservation] = deque()
-
-    def reserve(self, size: int, on_granted: Callable[[], None]) -> Reservation:
-        """A reservation of `size` bytes. Calls `on_granted` when the memory is free: at once, or later."""
-        reservation = Reservation(self, size, on_granted)
-        self._waiting.append(reservation)
-        self._grant()
-        return reservation
-
-    def _grant(self) -> None:
-        while self._waiting:
-            reservation = self._waiting[0]
-            if self._reserved and self._reserved + reservation.size > self._size:
-                return
-            self._waiting.popleft()
-            self._reserved += reservation.size
-            reservation.granted = True
-            reservation.on_granted()
-
-    def _release(self, reservation: Reservation) -> None:
-        if reservation.granted:
-            reservation.granted = False
-            self._reserved -= reservation.size
-        elif reservation in self._waiting:
-            self._waiting.remove(reservation)
-        self._grant()
-
-
-class Reservation:
-    """The memory that one answer holds or waits for."""
-
-    def __init__(self, memory: AnswerMemory, size: int, on_granted: Callable[[], None]) -> None:
-        self._memory = memory
-        self.size = size
-        self.on_granted = on_granted
-        self.granted = False
-
-    def release(self) -> None:
-        """Give the memory back, or stop waiting for it. A second call does nothing."""
-        self._memory._release(self)
 
 
 EXCERPT_BYTES = 4 * 2**10
@@ -274,7 +170,7 @@ class _WholeAnswer:
         connection = self._connection
         body = b"".join((*self._parts, last)) if self._parts else last
         self._parts = []
-        release = _hold_nothing
+        release = hold_nothing
         if not whole:
             body = body[: min(self._bound, EXCERPT_BYTES)]
         elif self._reservation is not None:

@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from skyrl.http import connection
-from skyrl.http.client import HttpClient, header_of
+from skyrl.http.answers import header_of
+from skyrl.http.client import HttpClient
 from skyrl.rollout.errors import BadAnswer, Interrupted, RequestRefused
 
 FIRST_PAUSE_S = 0.1

@@ -11,7 +11,8 @@ from enum import StrEnum
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from skyrl.http.client import ask_once, header_of
+from skyrl.http.answers import header_of
+from skyrl.http.client import ask_once
 from skyrl.http.connection import Interrupted, NotAccepted
 from skyrl.router.heads import check_headers
 

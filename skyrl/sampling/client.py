@@ -23,7 +23,8 @@ from msgspec.structs import replace
 
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.results import add_prompt
-from skyrl.http.client import Answer, HttpClient
+from skyrl.http.answers import Answer
+from skyrl.http.client import HttpClient
 from skyrl.http.connection import Interrupted, NotAccepted
 from skyrl.inference.adapter_host import AdapterHost, AdapterUnavailable
 from skyrl.inference.metrics import AdapterMetrics

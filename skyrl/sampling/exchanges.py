@@ -26,7 +26,8 @@ from typing import Protocol, TypeVar
 from skyrl.base.types.weights import WeightsRef
 from skyrl.base.wire.decoding import with_short_switches
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.http.client import Answer, HttpClient, Pieces
+from skyrl.http.answers import Answer
+from skyrl.http.client import HttpClient, Pieces
 from skyrl.http.connection import NotAccepted
 from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
 from skyrl.sampling import completion, pictures

@@ -22,7 +22,8 @@ from msgspec.structs import replace
 
 from skyrl.base.types.weights import EVERYTHING, AdapterVersion, Scope, WeightsRef
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.http.client import Answer, HttpClient
+from skyrl.http.answers import Answer
+from skyrl.http.client import HttpClient
 from skyrl.http.connection import Interrupted, NotAccepted
 from skyrl.inference import vllm_client
 from skyrl.inference.adapter_host import AdapterHost, AdapterMissing, AdapterUnavailable

@@ -12,7 +12,7 @@ from enum import Enum
 import msgspec
 
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.http.client import Answer
+from skyrl.http.answers import Answer
 
 BODY_EXCERPT = 200
 

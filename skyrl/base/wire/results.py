@@ -18,7 +18,6 @@ from skyrl.base.wire import tinker_pb2 as pb
 TOPK_EMPTY_LOGPROB = -99999.0
 """The logprob of an empty top-k cell, whose token is 0. Clients read a row as None if its first cell is empty."""
 
-ResultFormat = Literal["json", "proto:sample", "proto:forward_backward"]
 TopkRow = list[tuple[int, float]]
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.wire.errors import RequestError
-from skyrl.http.client import Answer
+from skyrl.http.answers import Answer
 from skyrl.sampling.verdict import describe
 
 TOO_LONG = "This model's maximum context length is"

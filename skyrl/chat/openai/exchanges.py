@@ -22,7 +22,8 @@ from skyrl.chat.openai.errors import code_in, impossible_shape, refusal_of
 from skyrl.chat.openai.fields import Sampling
 from skyrl.chat.openai.generation import CHAT, GENERATE, RENDERED, Generation
 from skyrl.chat.openai.models import Target
-from skyrl.http.client import CONTROL_ANSWER_BYTES, Answer, AnswerStream, HttpClient
+from skyrl.http.answers import Answer
+from skyrl.http.client import CONTROL_ANSWER_BYTES, AnswerStream, HttpClient
 from skyrl.http.connection import Interrupted
 from skyrl.sampling.completion import STOP_TOKEN, AbortedAnswer, AnswerUsage, MalformedAnswer
 from skyrl.sampling.metrics import Used

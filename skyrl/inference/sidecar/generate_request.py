@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -192,9 +192,6 @@ class Prompt:
     def sample_ids(self) -> list[str]:
         """A name for each sample. The samples of one prompt get new names, as SGLang names them."""
         return [self.rid] if self.sampling.n == 1 else [uuid.uuid4().hex for _ in range(self.sampling.n)]
-
-    def with_tokens(self, tokens: list[int]) -> Prompt:
-        return replace(self, tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from skyrl.http.client import AnswerStream, HttpClient, header_of
+from skyrl.http.answers import header_of
+from skyrl.http.client import AnswerStream, HttpClient
 from skyrl.http.connection import HEAD_TOO_LONG, NOT_HTTP, HeaderList, Interrupted, NotAccepted
 from skyrl.inference.sidecar.errors import (
     NotOffered,

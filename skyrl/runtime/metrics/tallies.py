@@ -1,6 +1,8 @@
-"""Counters and histograms for one writing thread: a tally costs 0.06 µs, and prometheus-client's counter 0.33 µs.
+"""Counters and histograms for one writing thread, as prometheus-client shows them.
 
-`outcome_label` says how a request has ended, as the label `outcome`.
+A forwarded sample makes some ten of these calls on the event loop, and each group commit two. With prometheus-client's
+own, which lock, an API process takes 0.395 s of CPU per 1,000 samples instead of 0.372 (`make bench`'s
+`throughput-64`, medians of four turns). Metrics that several threads write at once are prometheus-client's.
 """
 
 from __future__ import annotations

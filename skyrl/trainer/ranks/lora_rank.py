@@ -228,9 +228,9 @@ class ExpertRank(LoraRank):
         with self._exchange.use(self._others, 1, [0]):
             super()._divided(items, part, backward=backward)
 
-    def _beside_others(self, pieces: Sequence[MicroBatchItem], *, backward: bool) -> None:
-        self._pieces = pieces
-        super()._beside_others(pieces, backward=backward)
+    def _beside_others(self, items: Sequence[MicroBatchItem], *, backward: bool) -> None:
+        self._pieces = items
+        super()._beside_others(items, backward=backward)
 
     def _together(
         self,

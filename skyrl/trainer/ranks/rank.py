@@ -195,8 +195,8 @@ class RankBase(ABC):
             dist.destroy_process_group()
 
     def run(self, passes: Sequence[TrainingPass], forwards: Plan, backwards: Plan) -> dict[int, list[ShareResult]]:
-        """Run this rank's pieces of checked passes: the micro-batches of `forwards`, then those of `backwards`. Returns
-        the results of this rank's pieces, by the pass's number and in the order of the plan.
+        """Run this rank's items of checked passes: the micro-batches of `forwards`, then those of `backwards`. Returns
+        the results of this rank's items, by the pass's number and in the order of the plan.
 
         Each model gets the gradients of its passes that failed on no rank, summed in the order of the ranks.
         """
@@ -230,48 +230,48 @@ class RankBase(ABC):
             self._beside_others(items, backward=backward)
 
     def _attempt(self, batch: Sequence[MicroBatchItem], *, backward: bool) -> None:
-        """Run slices together. If that raises, run each slice alone, so that only the one that causes the error fails.
-        A slice alone that runs out of memory runs once more with its layers recomputed, if they were not and may be.
+        """Run items together. If that raises, run each item alone, so that only the one that causes the error fails.
+        An item alone that runs out of memory runs once more with its layers recomputed, if they were not and may be.
 
-        The error becomes that of what the slice belongs to (OutOfMemory if memory was short). DeviceFault is raised.
+        The error becomes that of what the item belongs to (OutOfMemory if memory was short). DeviceFault is raised.
         """
         failure: Exception | None = None
         left: list[MicroBatchItem] = []
         results: list[ItemResult] = []
         try:
-            left = self._ordered([rest for piece in batch if (rest := piece.left()) is not None])
-            seen = [look_at(self.base.tower, piece) for piece in left]
+            left = self._ordered([rest for item in batch if (rest := item.left()) is not None])
+            seen = [look_at(self.base.tower, item) for item in left]
             results = self._together(left, seen, backward=backward) if left else []
-        except Exception as error:  # each slice runs again alone, or its pass fails with it
+        except Exception as error:  # each item runs again alone, or its pass fails with it
             failure = failure_of(error, self.device)
         if failure is None:
             self._record(left, results)
         elif len(batch) > 1:  # outside the handler, where the failed attempt's tensors are free again
-            for piece in batch:
-                self._attempt([piece], backward=backward)
+            for item in batch:
+                self._attempt([item], backward=backward)
         elif recomputation := self._instead(batch[0], failure, backward):
             with recomputation.forced():
                 self._attempt(batch, backward=backward)
         else:
             batch[0].running.fail(failure)
 
-    def _instead(self, piece: MicroBatchItem, failure: Exception, backward: bool) -> Recomputation | None:
+    def _instead(self, item: MicroBatchItem, failure: Exception, backward: bool) -> Recomputation | None:
         """Of the layers, where recomputing them may help after this failure."""
-        keeps = backward and piece.trained
+        keeps = backward and item.trained
         recomputation = self.base.packed.recomputation if keeps and isinstance(failure, OutOfMemory) else None
-        return recomputation if recomputation and recomputation.ran_out(piece.rows) and self.retries else None
+        return recomputation if recomputation and recomputation.ran_out(item.rows) and self.retries else None
 
-    def _beside_others(self, pieces: Sequence[MicroBatchItem], *, backward: bool) -> None:
-        """Run pieces while other ranks run theirs: nothing may raise between two collectives. A piece whose pictures
+    def _beside_others(self, items: Sequence[MicroBatchItem], *, backward: bool) -> None:
+        """Run items while other ranks run theirs: nothing may raise between two collectives. An item whose pictures
         raise an exception fails alone: the others run, because other ranks wait for this one."""
         seen: list[Mapping[str, Seen]] = []
         left: list[MicroBatchItem] = []
-        for piece in pieces:
+        for item in items:
             try:
-                seen.append(look_at(self.base.tower, piece))
-                left.append(piece)
-            except Exception as error:  # sent to the engine as the piece's outcome
-                piece.running.fail(failure_of(error, self.device))
+                seen.append(look_at(self.base.tower, item))
+                left.append(item)
+            except Exception as error:  # sent to the engine as the item's outcome
+                item.running.fail(failure_of(error, self.device))
         self._record(left, self._together(left, seen, backward=backward))
 
     def _divided(self, items: Sequence[MicroBatchItem], part: SequencePart, *, backward: bool) -> None:
@@ -364,8 +364,8 @@ class RankBase(ABC):
             running.gradient = None
             if isinstance(running, JoinedPasses):
                 for member in running.begin_again():
-                    for piece in items_of(member, self._rows, self.device.type):
-                        self._attempt([piece], backward=backward)
+                    for item in items_of(member, self._rows, self.device.type):
+                        self._attempt([item], backward=backward)
                     self._check_norms([member], backward=backward)
                     if member.error is None and member.gradient is not None:
                         member.model.accumulate(member.gradient)
@@ -403,7 +403,7 @@ class RankBase(ABC):
         """What a pass of the model adds its gradient to."""
 
     def _begin(self, running: PassRun) -> None:  # noqa: B027
-        """Before the first piece of a pass with a backward."""
+        """Before the first item of a pass with a backward."""
 
     def _ordered(self, items: list[MicroBatchItem]) -> list[MicroBatchItem]:
         """The order in which items run together."""
@@ -444,9 +444,9 @@ def one_token(device: torch.device) -> MicroBatch:
     return MicroBatch([packed], [targets], [LoraSegment(0, 1, 1.0)])
 
 
-def _part_of(piece: MicroBatchItem, part: SequencePart, device: torch.device, *, backward: bool) -> MicroBatch:
+def _part_of(item: MicroBatchItem, part: SequencePart, device: torch.device, *, backward: bool) -> MicroBatch:
     """The part's rows of an adapter's sequence; the losses are of the whole sequence."""
-    (datum,), (of_pass,) = piece.data, piece.parts
+    (datum,), (of_pass,) = item.data, item.parts
     packed = packed_part(datum, part, device)
     target_tokens = datum.loss_inputs["target_tokens"]
     width = target_tokens.size // len(datum.tokens)
@@ -454,9 +454,9 @@ def _part_of(piece: MicroBatchItem, part: SequencePart, device: torch.device, *,
     if not trained.any():  # as `trained_entries`
         trained[0] = True
     targets = Targets.of([target_tokens[part.start : part.stop]], packed.layout.rows_of, trained, device)
-    adapter = piece.running.model
+    adapter = item.running.model
     segment = LoraSegment(0, packed.stop, adapter.scale, adapter.leaves(backward))
-    return MicroBatch([packed], [targets], [segment], losses=losses_of([piece], device, joined=False))
+    return MicroBatch([packed], [targets], [segment], losses=losses_of([item], device, joined=False))
 
 
 def packed_part(datum: Datum, part: SequencePart, device: torch.device) -> PackedItem:

@@ -22,7 +22,8 @@ from test_forwarding_failures import JOB, WHOLE, decoded
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.sample_request import Distribution
-from skyrl.http.client import LARGE_ANSWER_BYTES, AnswerMemory, HttpClient
+from skyrl.http.answers import LARGE_ANSWER_BYTES, AnswerMemory
+from skyrl.http.client import HttpClient
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.completion import decode_answer
 from skyrl.sampling.exchanges import answer_bound

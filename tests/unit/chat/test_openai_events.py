@@ -9,7 +9,8 @@ import pytest
 
 from skyrl.chat.openai.errors import code_in, refusal_of
 from skyrl.chat.openai.exchanges import DONE, EventRewriter, Events, rewritten
-from skyrl.http.client import Answer, AnswerStream
+from skyrl.http.answers import Answer
+from skyrl.http.client import AnswerStream
 from skyrl.http.connection import Interrupted
 from skyrl.sampling.completion import AbortedAnswer, MalformedAnswer
 from skyrl.sampling.metrics import Used

@@ -20,7 +20,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from skyrl.http import connection as connection_module
-from skyrl.http.client import Answer, HttpClient
+from skyrl.http.answers import Answer
+from skyrl.http.client import HttpClient
 from skyrl.http.connection import HIGH_WATER_BYTES, MAX_HEAD_BYTES, Connection, Interrupted, NotAccepted, Origin, Pool
 
 LONG_S = 20.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl.http.client import Answer
+from skyrl.http.answers import Answer
 from skyrl.router.messages import BUSY, INTERRUPTED, NO_WORKER, refusal
 from skyrl.sampling.verdict import Verdict, verdict_of
 
