@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_support import closed_at_end
 from torch_lora_support import (
     assert_close,
     assert_same,
@@ -25,19 +24,16 @@ from torch_lora_support import (
     spec,
     train,
 )
+from trainer_kinds import STEP, WHOLE, closed_at_end
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.attention import recurrent, scans
-from skyrl.trainer.model import recomputation
-from skyrl.trainer.protocol import AdamParams, Datum, PassResult
+from skyrl.trainer.protocol import Datum, PassResult
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.rows import prefixes
 from tests.families import MIXTURES, make_family
-from tests.local_ranks import rank_of
 
-STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
-"""With an `eps` above the rounding of gradients, as in test_ranks."""
 PACKED = ("qwen3.5", "qwen3.5 that sees", *(name for name in MIXTURES if name != "qwen3-moe"))
 ONE_IN_CI = [
     name if name in ("qwen3.5", "nemotron-h") else pytest.param(name, marks=pytest.mark.slow) for name in PACKED
@@ -45,7 +41,6 @@ ONE_IN_CI = [
 TOLERANCE = 1e-3
 """Of a tensor's largest element. Gradients of a delta rule's decays are small sums of large numbers: 2e-4 was seen."""
 ADAPTER = spec()
-WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +100,7 @@ def _assert_close(one: tuple[list[PassResult], Any], other: tuple[list[PassResul
     assert_close(one[1], other[1], TOLERANCE)
 
 
-@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize("family", ONE_IN_CI)
 def test_shared_prompts_hand_on_their_state_and_collect_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family_path: FamilyPath, family: str
 ) -> None:
@@ -153,15 +148,6 @@ def test_recomputed_layers_and_blocks_give_the_same_numbers(
         monkeypatch.setattr(module, "KEPT_ROWS", 0)
     monkeypatch.setattr(scans, "BLOCK_ROWS", 16)
     _assert_close(_learn(_backend(family_path(family), gradient_checkpointing=True), tmp_path / "blocks"), kept)
-
-
-@pytest.mark.parametrize("family", ONE_IN_CI)
-def test_the_guess_of_what_a_row_keeps_is_replaced_by_a_measurement(family_path: FamilyPath, family: str) -> None:
-    backend = _backend(family_path(family), gradient_checkpointing="auto")
-    backend.create_model("m", spec())
-    chosen: Any = rank_of(backend).base.packed.recomputation
-    ok(backend.run([train("m", sft(1, 100, 100))]))
-    assert chosen._measured_rows >= recomputation.MEASURED_ROWS
 
 
 @pytest.fixture

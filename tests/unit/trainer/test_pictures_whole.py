@@ -10,26 +10,23 @@ import numpy as np
 import pytest
 import torch
 from picture_support import SEEING_FAMILIES, Picture, Sequences, group, logprobs_of, made_once, mixed, text
-from rank_support import closed_at_end
 from safetensors.torch import load_file
 from torch_lora_support import assert_close, assert_same, files_saved, make_full, make_ranks, ok, saved, spec
+from trainer_kinds import STEP, WHOLE, closed_at_end
 from transformers import AutoConfig
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.device import ALIGNMENT
 from skyrl.trainer.model.loading import model_class
-from skyrl.trainer.protocol import AdamParams, Backend, InvalidRequest, PassResult, TrainingPass
+from skyrl.trainer.protocol import Backend, InvalidRequest, PassResult, TrainingPass
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.local_ranks import rank_of
 
-STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
-"""With an `eps` above the rounding of gradients, as in test_ranks."""
 TOLERANCE = 1e-3
 """As in test_families_packed."""
 GRADIENT_BOUND = {"qwen3.5 that sees": 5e-4, "qwen3.5-moe that sees": 5e-4}
 """Gradients of the delta rule's decays are small sums of large numbers: 1e-4 was seen."""
-WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 ONE_IN_CI = ["qwen3-vl", *(pytest.param(name, marks=pytest.mark.slow) for name in SEEING_FAMILIES[1:])]
 
 
