@@ -41,13 +41,6 @@ class Buffers(ABC):
         """A new flat buffer."""
         return torch.zeros(self.numel, device=self.device)
 
-    def accumulate(self, gradient: Tensor) -> None:
-        """Add a pass's gradient (flat, float32); takes ownership of the tensor. Allocates nothing."""
-        if self.gradient is None:
-            self.gradient = gradient
-        else:
-            self.gradient.add_(gradient)
-
 
 class NonFiniteGradient(FloatingPointError):
     """The norm of the accumulated gradient is NaN or infinite: no step was made, and the gradient was cleared."""

@@ -25,7 +25,7 @@ from skyrl.trainer.files.tensor_files import StoredTensors, TensorFiles
 from skyrl.trainer.full.full_model import SHARD_BYTES, describe_state, optimizer_files, read_description
 from skyrl.trainer.protocol import AdapterDtype, InvalidRequest, PassResult, PlaceTaken, RankDied, TrainingPass
 from skyrl.trainer.ranks.full_rank import FullFacts, FullRank, StateFacts
-from skyrl.trainer.ranks.over_ranks import BackendOverRanks, RankGroup, results_of
+from skyrl.trainer.ranks.lora_backend import BackendOverRanks, RankGroup, results_of
 from skyrl.trainer.shares import ShardLayout
 
 

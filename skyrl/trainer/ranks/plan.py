@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from skyrl.trainer.collectives import sendable
 from skyrl.trainer.device import HOST, failure_of
 from skyrl.trainer.losses import Loss
-from skyrl.trainer.passes.micro_batch import JoinedPasses, join_passes
-from skyrl.trainer.passes.pass_run import PassRun, SinglePassRun, items_of
+from skyrl.trainer.passes.pass_run import JoinedPasses, PassRun, SinglePassRun, items_of, join_passes
 from skyrl.trainer.protocol import Datum, TrainingPass
 from skyrl.trainer.rows.packing import cut
 from skyrl.trainer.rows.prefixes import Node, PrefixTree, prefix_tree

@@ -256,9 +256,10 @@ def load_sharded_model(
     except ConfigError as error:
         failure = error
     agree(failure)
-    reshard(packed)
+    packed.reshard()
     share = _share_of(mesh)
-    packed.recompute(gradient_checkpointing, ranks=share.ranks, anywhere=lambda own: failed_anywhere([own])[0])
+    anywhere = bool if mesh is None else lambda own: failed_anywhere([own])[0]
+    packed.recompute(gradient_checkpointing, ranks=share.ranks, anywhere=anywhere)
     return ShardedModel(
         base, share, form.dtype(device), held_numel(packed), loaded.total, loaded.in_files, loaded.exchange
     )
@@ -266,13 +267,6 @@ def load_sharded_model(
 
 def _share_of(mesh: DeviceMesh | None) -> ExpertShare:
     return EVERY_EXPERT if mesh is None else ExpertShare(mesh.get_local_rank(), mesh.size())
-
-
-def reshard(packed: PackedModel) -> None:
-    """Free the gathered parameters outside the decoder layers. FSDP2 keeps them after the forward of a root module, for
-    the backward. A model that is not divided has none."""
-    if isinstance(packed, FSDPModule):
-        packed.reshard()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from skyrl.base.pictures.vision import NoVision
 from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire import tinker_pb2 as pb
-from skyrl.engine.passes import PassPictures, run_passes
+from skyrl.engine.execution import PassPictures, run_passes
 from skyrl.trainer.experts.routing import own_experts
 from skyrl.trainer.losses import LOSSES
 from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, Mixture, PassResult, TrainingPass
