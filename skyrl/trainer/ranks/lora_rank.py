@@ -3,10 +3,12 @@
 Adapters are whole and the same bits on every rank: each makes the same optimizer step on the same summed gradient.
 Every item has its own leaves of the adapter's weights, and the gradients of items are added in order. So where items
 run one at a time on a CPU, the results of a pass do not depend on other passes, to the last bit. Where a device gains
-by it, items whose adapters are updated together lie side by side, with their matrices in stacks. An `ExpertRank` holds some experts of each layer, with all that adapters have of these experts: rows of its micro-batches
-travel to the ranks of their experts (`ExpertExchange`), and rows of all ranks come here. So this rank computes the
-gradients of its experts for every pass, and has their matrices, gradients and moments alone. Knows nothing of how calls
-reach it, of files of adapters, or of requests.
+by it, items whose adapters are updated together lie side by side, with their matrices in stacks.
+
+An `ExpertRank` holds some experts of each layer, with all that adapters have of these experts: rows of its
+micro-batches travel to the ranks of their experts (`ExpertExchange`), and rows of all ranks come here. So this rank
+computes the gradients of its experts for every pass, and has their matrices, gradients and moments alone. Knows nothing
+of how calls reach it, of files of adapters, or of requests.
 """
 
 from __future__ import annotations
