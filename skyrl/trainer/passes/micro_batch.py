@@ -8,8 +8,9 @@ formulas, of the model or of adapters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,15 +78,14 @@ def losses_of(batch: Sequence[MicroBatchItem], device: torch.device, *, joined: 
     of_kind: dict[object, list[int]] = {}
     for number, (part, _) in enumerate(parts):
         of_kind.setdefault(_kind(part) if joined else number, []).append(number)
-    found = [_Arrays.of([parts[number][0] for number in numbers]) for numbers in of_kind.values()]
-    order = _order([*of_kind.values()], [part.entries for part, _ in parts])
-    tensors = iter(
-        uploaded([array for each in found for array in each.all()] + ([] if order is None else [order]), device)
-    )
-    groups = [
-        each.on_device(numbers, any(parts[number][1] for number in numbers), tensors)
-        for numbers, each in zip(of_kind.values(), found, strict=True)
+    found = [
+        _group(numbers, [parts[number][0] for number in numbers], joins_passes=any(parts[n][1] for n in numbers))
+        for numbers in of_kind.values()
     ]
+    order = _order([*of_kind.values()], [part.entries for part, _ in parts])
+    arrays = [array for of_group, _ in found for array in of_group]
+    tensors = iter(uploaded(arrays if order is None else [*arrays, order], device))
+    groups = [made(tensors) for _, made in found]
     return MicroBatchLosses(groups, None if order is None else next(tensors))
 
 
@@ -124,79 +124,51 @@ def _order(groups: Sequence[Sequence[int]], entries: Sequence[int]) -> _Ints | N
     return np.concatenate([places[number] for number in numbers])
 
 
-@dataclass(frozen=True)
-class _Arrays:
-    """What a group has on the device, before it is there."""
+def _group(
+    numbers: Sequence[int], parts: Sequence[PassShare], *, joins_passes: bool
+) -> tuple[list[npt.NDArray[Any]], Callable[[Iterator[Tensor]], LossGroup]]:
+    """What the group needs on the device, and what makes the group of that."""
+    inputs = {name: np.concatenate([_entries(part, name) for part in parts]) for name in _names(parts[0])}
+    data = [datum for part in parts for datum in part.data]
+    sizes = [datum.loss_inputs["target_tokens"].size for datum in data]
+    datum_of_entry = np.repeat(np.arange(len(sizes)), sizes)
+    part_of_entry = np.repeat(np.arange(len(parts)), [part.entries for part in parts])
+    text, part_of_text = text_entries(data), part_of_entry
+    if text is not None:
+        inputs = {name: array[text] for name, array in inputs.items()}
+        datum_of_entry, part_of_text = datum_of_entry[text], part_of_entry[text]
+    weights_of = _sums(inputs.get("weights"), part_of_text, len(parts))
+    places = {"datum": datum_of_entry}
+    if text is not None:
+        places["entries"] = np.flatnonzero(text)
+    part_of_active = part_of_text[:0]
+    if "advantages" in inputs:
+        places["active"] = np.flatnonzero(inputs["advantages"])
+        part_of_active = part_of_text[places["active"]]
+    if len(parts) > 1:
+        places["part_of_entry"] = part_of_entry
+        if "active" in places:
+            places["part_of_active"] = part_of_active
 
-    parts: Sequence[PassShare]
-    inputs: Mapping[str, npt.NDArray[np.float32]]
-    datum: _Ints
-    count: int
-    entries: _Ints | None
-    active: _Ints | None
-    weights_of: Sequence[float | None]
-    part_of_entry: _Ints | None
-    part_of_active: _Ints | None
-
-    @staticmethod
-    def of(parts: Sequence[PassShare]) -> _Arrays:
-        inputs = {name: np.concatenate([_entries(part, name) for part in parts]) for name in _names(parts[0])}
-        data = [datum for part in parts for datum in part.data]
-        sizes = [datum.loss_inputs["target_tokens"].size for datum in data]
-        datum_of_entry = np.repeat(np.arange(len(sizes)), sizes)
-        part_of_entry = np.repeat(np.arange(len(parts)), [part.entries for part in parts])
-        text, part_of_text = text_entries(data), part_of_entry
-        if text is not None:
-            inputs = {name: array[text] for name, array in inputs.items()}
-            datum_of_entry, part_of_text = datum_of_entry[text], part_of_entry[text]
-        active = np.flatnonzero(inputs["advantages"]) if "advantages" in inputs else None
-        several = len(parts) > 1
-        return _Arrays(
-            parts,
-            inputs,
-            datum_of_entry,
-            len(sizes),
-            None if text is None else np.flatnonzero(text),
-            active,
-            _sums(inputs.get("weights"), part_of_text, len(parts)),
-            part_of_entry if several else None,
-            part_of_text[active] if several and active is not None else None,
-        )
-
-    def all(self) -> Iterator[npt.NDArray[np.float32] | _Ints]:
-        yield from self.inputs.values()
-        optional = (self.entries, self.active, self.part_of_entry, self.part_of_active)
-        yield from (self.datum, *(array for array in optional if array is not None))
-
-    def on_device(self, numbers: Sequence[int], joins_passes: bool, tensors: Iterator[Tensor]) -> LossGroup:
-        """tensors: begin with those of `all`."""
-        inputs = {name: next(tensors) for name in self.inputs}
-        datum = next(tensors)
-        optional = (self.entries, self.active, self.part_of_entry, self.part_of_active)
-        entries, active, part_of_entry, part_of_active = (
-            None if array is None else next(tensors) for array in optional
-        )
+    def made(tensors: Iterator[Tensor]) -> LossGroup:
+        of_inputs = {name: next(tensors) for name in inputs}
+        there = {name: next(tensors) for name in places}
         return LossGroup(
             numbers,
-            self.parts,
-            sum(part.entries for part in self.parts),
-            self.parts[0].loss.function,
-            _config(self.parts[0]),
-            LossInputs(inputs, datum, self.count, entries),
-            active,
-            self._active_of(),
-            self.weights_of,
-            part_of_entry,
-            part_of_active,
+            parts,
+            sum(sizes),
+            parts[0].loss.function,
+            _config(parts[0]),
+            LossInputs(of_inputs, there["datum"], len(sizes), there.get("entries")),
+            there.get("active"),
+            np.bincount(part_of_active, minlength=len(parts)).tolist(),
+            weights_of,
+            there.get("part_of_entry"),
+            there.get("part_of_active"),
             joins_passes,
         )
 
-    def _active_of(self) -> list[int]:
-        if self.active is None:
-            return [0] * len(self.parts)
-        if self.part_of_active is None:
-            return [len(self.active)]
-        return np.bincount(self.part_of_active, minlength=len(self.parts)).tolist()
+    return [*inputs.values(), *places.values()], made
 
 
 def _sums(weights: npt.NDArray[np.float32] | None, part_of: _Ints, parts: int) -> list[float | None]:

@@ -118,14 +118,10 @@ class PassRun(ABC):
     def data(self) -> Sequence[Datum]:
         """The sequences, which indices count."""
 
-    @cached_property
+    @property
+    @abstractmethod
     def trained(self) -> Sequence[bool]:
         """Of each sequence whether the loss may have a gradient there. All are, of passes without a backward."""
-        return self._find_trained()
-
-    @abstractmethod
-    def _find_trained(self) -> Sequence[bool]:
-        """`trained`."""
 
     @abstractmethod
     def parts(self, indices: Sequence[int], rows: int) -> list[PassShare]:
@@ -158,7 +154,8 @@ class SinglePassRun(PassRun):
     def data(self) -> Sequence[Datum]:
         return self.training_pass.data
 
-    def _find_trained(self) -> Sequence[bool]:
+    @cached_property
+    def trained(self) -> Sequence[bool]:
         return [not self.training_pass.backward or is_trained(datum, self.loss) for datum in self.data]
 
     def parts(self, indices: Sequence[int], rows: int) -> list[PassShare]:
@@ -321,7 +318,8 @@ class JoinedPasses(PassRun):
     def data(self) -> Sequence[Datum]:
         return self._data
 
-    def _find_trained(self) -> Sequence[bool]:
+    @cached_property
+    def trained(self) -> Sequence[bool]:
         return [trained for member in self.members for trained in member.trained]
 
     def parts(self, indices: Sequence[int], rows: int) -> list[PassShare]:

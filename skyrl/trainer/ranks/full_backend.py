@@ -199,6 +199,15 @@ class FullBackend(BackendOverRanks):
         with self._saving(model_id):
             self._state.save_state(model_id, directory)
 
+    def restore_model(self, model_id: str, spec: LoraSpec, directory: Path) -> None:
+        """As `Backend.restore_model`. Also raises SafetensorError when files are damaged."""
+        self.create_model(model_id, spec)
+        try:
+            self.load_state(model_id, directory, optimizer=True)
+        except Exception:
+            self.delete_model(model_id)
+            raise
+
     def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         self._require(model_id)
         with command_on(HOST, waits=False):

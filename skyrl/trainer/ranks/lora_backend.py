@@ -10,7 +10,7 @@ or of how calls reach other ranks.
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,7 +39,6 @@ from skyrl.trainer.protocol import (
     InvalidRequest,
     ModelLimits,
     PassResult,
-    StateSnapshots,
     TrainingPass,
 )
 from skyrl.trainer.ranks.lora_rank import AdapterBuffers, AdapterFacts, LoraRank
@@ -138,7 +137,7 @@ def rank_settings(config: ServerConfig) -> RankSettings:
     )
 
 
-class BackendOverRanks(StateSnapshots):
+class BackendOverRanks(ABC):
     """A backend whose model is divided over the ranks of a group, or whole on the only one."""
 
     rank_class: type[RankBase]
@@ -213,6 +212,13 @@ class BackendOverRanks(StateSnapshots):
     def clear_gradient(self, model_id: str) -> None:
         self._require(model_id)
         self._call("clear_gradient", model_id)
+
+    def save_snapshot(self, model_id: str, directory: Path) -> None:
+        """Write the files of `save_state`."""
+        self.save_state(model_id, directory)
+
+    @abstractmethod
+    def save_state(self, model_id: str, directory: Path) -> None: ...
 
     def close(self) -> None:
         self.group.close()

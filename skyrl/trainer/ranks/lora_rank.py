@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, groupby
 
 import numpy as np
@@ -35,12 +36,13 @@ from skyrl.trainer.device import base_dtype, command_on
 from skyrl.trainer.experts.layers import ExpertExchange
 from skyrl.trainer.lora.adapter import Adapter, Target, whole_shapes
 from skyrl.trainer.lora.linear import AdapterStack, LoraSegment, grouped_rank, groups_adapters
+from skyrl.trainer.model.base_model import wrap
 from skyrl.trainer.passes.micro_batch import MicroBatch
 from skyrl.trainer.passes.pass_run import ItemResult, MicroBatchItem, PassRun, ShareResult
 from skyrl.trainer.protocol import InvalidRequest, TrainingPass
 from skyrl.trainer.ranks.plan import Plan, RankShare
 from skyrl.trainer.ranks.rank import BaseFacts, RankBase, RankSettings
-from skyrl.trainer.ranks.sharded_model import ModelForm, frozen
+from skyrl.trainer.ranks.sharded_model import ModelForm
 from skyrl.trainer.rows.packing import PackedItem
 from skyrl.trainer.shares import ExpertShare, SequencePart, common_numel
 from skyrl.trainer.vision import Seen
@@ -80,7 +82,8 @@ class LoraRank(RankBase):
 
     def _form(self) -> ModelForm:
         settings = self._settings
-        return frozen(mlp_of_mixtures=settings.mlp_of_mixtures, keep_quantized=settings.keep_quantized)
+        wraps = partial(wrap, mlp_of_mixtures=settings.mlp_of_mixtures)
+        return ModelForm(wraps, trained=False, keep_quantized=settings.keep_quantized)
 
     def _adapter(self, spec: LoraSpec, targets: Sequence[Target], *, drawn: bool) -> Adapter:
         """What this rank has of an adapter."""
