@@ -192,7 +192,9 @@ class BackendOverRanks(ABC):
         for index, training_pass in enumerate(passes):
             try:
                 self.check(training_pass)
-                checked.append((index, with_sorted_experts(training_pass, self._limits.mixture)))
+                if (mixture := self._limits.mixture) is not None:
+                    training_pass = with_sorted_experts(training_pass, mixture)
+                checked.append((index, training_pass))
             except Exception as error:  # it is this pass's outcome; others go on
                 outcomes[index] = failure_of(error, HOST)
         if checked:
