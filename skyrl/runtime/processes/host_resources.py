@@ -1,6 +1,7 @@
 """The memory and the disk of the host that new work can have.
 
-Memory: what the kernel has left, within the limits of this process's cgroups. Disk: how much is kept free, a log line when there is less, and which errors mean that the disk is full.
+Memory: what the kernel has left, within the limits of this process's cgroups. Disk: how much is kept free, a log line
+when there is less, and which errors mean that the disk is full.
 """
 
 from __future__ import annotations

@@ -22,10 +22,17 @@ from skyrl.trainer.device import failure_of, read_back, uploaded
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.losses import LossFunction, LossInputs, LossValue, Tally
 from skyrl.trainer.model.logprobs import Targets
-from skyrl.trainer.passes.pass_run import MicroBatchItem, PartScore, PassShare
+from skyrl.trainer.passes.pass_run import (
+    MicroBatchItem,
+    PartScore,
+    PassShare,
+)
 from skyrl.trainer.protocol import Datum
 from skyrl.trainer.rows import packing
-from skyrl.trainer.rows.prefixes import lay_out
+from skyrl.trainer.rows.packing import PackedItem, pack, pack_alone
+from skyrl.trainer.rows.prefixes import Layout, RowRange, lay_out
+from skyrl.trainer.rows.routed_experts import FIELD
+from skyrl.trainer.shares import SequencePart
 from skyrl.trainer.vision import Seen, VisionTower
 
 _Ints = npt.NDArray[np.int64]
@@ -77,7 +84,8 @@ def losses_of(batch: Sequence[MicroBatchItem], device: torch.device, *, joined: 
     parts = [(part, piece.running.joins_passes) for piece in batch for part in piece.parts]
     of_kind: dict[object, list[int]] = {}
     for number, (part, _) in enumerate(parts):
-        of_kind.setdefault(_kind(part) if joined else number, []).append(number)
+        kind = part.loss.function, _names(part), tuple(sorted(_config(part).items()))
+        of_kind.setdefault(kind if joined else number, []).append(number)
     found = [
         _group(numbers, [parts[number][0] for number in numbers], joins_passes=any(parts[n][1] for n in numbers))
         for numbers in of_kind.values()
@@ -99,11 +107,6 @@ def trained_entries(part: PassShare) -> npt.NDArray[np.bool_]:
     if not found.any():
         found[0] = True
     return found
-
-
-def _kind(part: PassShare) -> object:
-    """Equal for parts whose losses can be computed as one."""
-    return part.loss.function, _names(part), tuple(sorted(_config(part).items()))
 
 
 def _names(part: PassShare) -> tuple[str, ...]:
@@ -137,7 +140,9 @@ def _group(
     if text is not None:
         inputs = {name: array[text] for name, array in inputs.items()}
         datum_of_entry, part_of_text = datum_of_entry[text], part_of_entry[text]
-    weights_of = _sums(inputs.get("weights"), part_of_text, len(parts))
+    weights_of: list[float | None] = [None] * len(parts)
+    if (weights := inputs.get("weights")) is not None:
+        weights_of = np.bincount(part_of_text, np.where(weights < 0, np.nan, weights), minlength=len(parts)).tolist()
     places = {"datum": datum_of_entry}
     if text is not None:
         places["entries"] = np.flatnonzero(text)
@@ -169,13 +174,6 @@ def _group(
         )
 
     return [*inputs.values(), *places.values()], made
-
-
-def _sums(weights: npt.NDArray[np.float32] | None, part_of: _Ints, parts: int) -> list[float | None]:
-    """`LossGroup.weights_of`. part_of: of each weight."""
-    if weights is None:
-        return [None] * parts
-    return np.bincount(part_of, np.where(weights < 0, np.nan, weights), minlength=parts).tolist()
 
 
 def _entries(part: PassShare, name: str) -> npt.NDArray[np.float32]:
@@ -414,3 +412,36 @@ def look_at(tower: VisionTower | None, piece: MicroBatchItem) -> Mapping[str, Se
             numbered = zip(part.indices, part.data, strict=True)
             found |= tower.look_at(numbered, part.running.training_pass.files)
     return found
+
+
+def one_token(device: torch.device) -> MicroBatch:
+    """A micro-batch for a rank that has nothing to do while others have."""
+    token = np.zeros(1, np.int64)
+    packed = pack_alone([Datum(token, {})], device)
+    targets = Targets.of([token], packed.layout.rows_of, np.ones(1, np.bool_), device)
+    return MicroBatch([packed], [targets], [LoraSegment(0, 1, 1.0)])
+
+
+def part_of(item: MicroBatchItem, part: SequencePart, device: torch.device, *, backward: bool) -> MicroBatch:
+    """The part's rows of an adapter's sequence; the losses are of the whole sequence."""
+    (datum,), (of_pass,) = item.data, item.parts
+    packed = packed_part(datum, part, device)
+    target_tokens = datum.loss_inputs["target_tokens"]
+    width = target_tokens.size // len(datum.tokens)
+    trained = trained_entries(of_pass)[part.start * width : part.stop * width].copy()
+    if not trained.any():  # as `trained_entries`
+        trained[0] = True
+    targets = Targets.of([target_tokens[part.start : part.stop]], packed.layout.rows_of, trained, device)
+    adapter = item.running.model
+    segment = LoraSegment(0, packed.stop, adapter.scale, adapter.leaves(backward))
+    return MicroBatch([packed], [targets], [segment], losses=losses_of([item], device, joined=False))
+
+
+def packed_part(datum: Datum, part: SequencePart, device: torch.device) -> PackedItem:
+    """The part's rows of a sequence without pictures."""
+    rows = slice(part.start, part.stop)
+    inputs = {FIELD: datum.loss_inputs[FIELD][rows]} if FIELD in datum.loss_inputs else {}
+    count = part.stop - part.start
+    layout = Layout((RowRange(0, count, parent=-1, start=0),), (np.arange(count),))
+    packed = pack([Datum(datum.tokens[rows], inputs)], layout, 0, device)
+    return replace(packed, positions=packed.positions + part.start, part=part)

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,10 +33,9 @@ from skyrl.trainer.lora.adapter import Target
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.losses import Tally, served_losses
 from skyrl.trainer.model.base_model import BaseModel
-from skyrl.trainer.model.logprobs import Targets
 from skyrl.trainer.model.recomputation import Recomputation, Setting
 from skyrl.trainer.model.row_budget import BudgetSettings, RowBudget, measure_row
-from skyrl.trainer.passes.micro_batch import MicroBatch, Scores, look_at, losses_of, trained_entries
+from skyrl.trainer.passes.micro_batch import MicroBatch, Scores, look_at, one_token, part_of
 from skyrl.trainer.passes.pass_run import (
     ItemResult,
     JoinedPasses,
@@ -51,12 +49,9 @@ from skyrl.trainer.passes.pass_run import (
     not_finite,
     record,
 )
-from skyrl.trainer.protocol import AdamParams, Datum, Mixture, OutOfMemory, TrainingPass
+from skyrl.trainer.protocol import AdamParams, Mixture, OutOfMemory, TrainingPass
 from skyrl.trainer.ranks.plan import Plan, RankShare
 from skyrl.trainer.ranks.sharded_model import ModelForm, ShardedModel, load_sharded_model, local_of
-from skyrl.trainer.rows.packing import PackedItem, pack, pack_alone
-from skyrl.trainer.rows.prefixes import Layout, RowRange
-from skyrl.trainer.rows.routed_experts import FIELD
 from skyrl.trainer.shares import SequencePart
 from skyrl.trainer.vision import Seen
 
@@ -310,7 +305,7 @@ class RankBase(ABC):
         packed = self.base.packed
         trains = backward and (not self.alone or any(item.trained for item in items))
         if part is not None:
-            made = _part_of(items[0], part, self.device, backward=trains)
+            made = part_of(items[0], part, self.device, backward=trains)
         elif items:
             made = self._of_items(items, seen, backward=trains)
         else:
@@ -437,36 +432,3 @@ class RankBase(ABC):
         """The gradient of a pass, which the ranks `holders` have parts of. `number`: of the pass."""
         assert running.gradient is not None
         return running.gradient
-
-
-def one_token(device: torch.device) -> MicroBatch:
-    """A micro-batch for a rank that has nothing to do while others have."""
-    token = np.zeros(1, np.int64)
-    packed = pack_alone([Datum(token, {})], device)
-    targets = Targets.of([token], packed.layout.rows_of, np.ones(1, np.bool_), device)
-    return MicroBatch([packed], [targets], [LoraSegment(0, 1, 1.0)])
-
-
-def _part_of(item: MicroBatchItem, part: SequencePart, device: torch.device, *, backward: bool) -> MicroBatch:
-    """The part's rows of an adapter's sequence; the losses are of the whole sequence."""
-    (datum,), (of_pass,) = item.data, item.parts
-    packed = packed_part(datum, part, device)
-    target_tokens = datum.loss_inputs["target_tokens"]
-    width = target_tokens.size // len(datum.tokens)
-    trained = trained_entries(of_pass)[part.start * width : part.stop * width].copy()
-    if not trained.any():  # as `trained_entries`
-        trained[0] = True
-    targets = Targets.of([target_tokens[part.start : part.stop]], packed.layout.rows_of, trained, device)
-    adapter = item.running.model
-    segment = LoraSegment(0, packed.stop, adapter.scale, adapter.leaves(backward))
-    return MicroBatch([packed], [targets], [segment], losses=losses_of([item], device, joined=False))
-
-
-def packed_part(datum: Datum, part: SequencePart, device: torch.device) -> PackedItem:
-    """The part's rows of a sequence without pictures."""
-    rows = slice(part.start, part.stop)
-    inputs = {FIELD: datum.loss_inputs[FIELD][rows]} if FIELD in datum.loss_inputs else {}
-    count = part.stop - part.start
-    layout = Layout((RowRange(0, count, parent=-1, start=0),), (np.arange(count),))
-    packed = pack([Datum(datum.tokens[rows], inputs)], layout, 0, device)
-    return replace(packed, positions=packed.positions + part.start, part=part)
