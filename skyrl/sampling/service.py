@@ -30,7 +30,6 @@ from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request
 from skyrl.sampling.base_model import BaseModels, BaseModelSampling, job_for
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.metrics import RefusalMetrics
-from skyrl.sampling.pictures import is_text
 from skyrl.sampling.quotas import Quotas
 from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.futures import Outcome
@@ -135,7 +134,7 @@ class SampleService:
         sampler, lane = await self._resolve(request, tenant)
         request_id = new_request_id()
         pictures = None
-        if not is_text(request.prompt):
+        if not request.prompt.is_text:
             vocab_size = lane.limits().vocab_size
             body, request, pictures = await lane.pictures.sample(body, request, vocab_size, tenant, request_id)
         job = _job(request, request_id, sampler, lane, pictures)
@@ -215,7 +214,7 @@ class SampleService:
         try:
             request = decode_sample_request(sample.body, None)
             sampler, lane = await self._resolve(request, sample.tenant)
-            if not is_text(request.prompt):
+            if not request.prompt.is_text:
                 pictures = await lane.pictures.stored_sample(request, sample.tenant)
             job = _job(request, sample.id, sampler, lane, pictures)
         except RequestError as error:  # the session has ended, or the server has another base model now

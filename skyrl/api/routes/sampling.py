@@ -7,8 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from skyrl.api.call import Call, reply, with_note
-from skyrl.api.route import Body
+from skyrl.api.call import Body, Call, reply, with_note
 from skyrl.api.routing import Routes
 from skyrl.api.served import ServedModel
 from skyrl.api.services import Services

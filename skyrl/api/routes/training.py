@@ -12,8 +12,7 @@ import msgspec
 from starlette.responses import Response
 
 from skyrl.api.bodies import body_format
-from skyrl.api.call import Call, reply
-from skyrl.api.route import Body, Struct
+from skyrl.api.call import Body, Call, Struct, reply
 from skyrl.api.routing import Routes
 from skyrl.api.services import Services
 from skyrl.base.types.requests import PASSES, Kind, NewRequest, new_request_id
