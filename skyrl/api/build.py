@@ -13,9 +13,8 @@ from skyrl.api.access import Access, Tokens
 from skyrl.api.build_model import Shared, build_model
 from skyrl.api.metrics import ApiMetrics, ReadinessMetrics
 from skyrl.api.notices import NoticeHandler
-from skyrl.api.readiness import EngineWatch, ServerReadiness
 from skyrl.api.request_status.finding import StatusFinder
-from skyrl.api.served import Served, ServedModel, Tokenizers
+from skyrl.api.served import EngineWatch, Served, ServedModel, ServerReadiness, Tokenizers
 from skyrl.api.services import Services
 from skyrl.api.session_life import FullPlace, SessionLife
 from skyrl.api.signed_links import SignedUrls
@@ -35,7 +34,7 @@ from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.runtime.tracing import open_spans
 from skyrl.sampling.base_model import BaseModels
-from skyrl.sampling.order import Admission
+from skyrl.sampling.gate import Admission
 from skyrl.sampling.pictures import PictureChecks
 from skyrl.sampling.quota_account import Bounds, QuotaLimits
 from skyrl.sampling.quotas import Quotas

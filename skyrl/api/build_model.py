@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from skyrl.api.metrics import ApiMetrics, ModelMetrics
-from skyrl.api.readiness import EngineWatch, ReadyReasons
-from skyrl.api.served import ServedModel
+from skyrl.api.served import EngineWatch, ReadyReasons, ServedModel
 from skyrl.base.config.server import ServerConfig, vision_of
 from skyrl.base.model_files import model_config, template_of, whole_config
 from skyrl.base.types.placed_server import PlacedServer
 from skyrl.chat.agents.rendering.loaded_models import has_system_role
-from skyrl.chat.openai.chat_templates import difference, efforts_of
-from skyrl.chat.openai.messages import ChatPictures
+from skyrl.chat.openai.messages import ChatPictures, difference, efforts_of
 from skyrl.chat.openai.service import OpenAIService
 from skyrl.http.client import HttpClient
 from skyrl.inference.adapter_host import AdapterHost, HostOfOtherServer, SharedDirectory, StoredAdapters
@@ -22,9 +20,8 @@ from skyrl.inference.features import InferenceFeatures
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.sampling.base_model import BaseModelSampling, ForwardedSamples
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.gate import SamplingGate
+from skyrl.sampling.gate import Admission, FairOrder, SamplingGate
 from skyrl.sampling.job import FeatureGuard
-from skyrl.sampling.order import Admission, FairOrder
 from skyrl.sampling.pictures import PictureChecks, PictureIngress
 from skyrl.sampling.quotas import Quotas
 from skyrl.sampling.servers import CurrentWeightsCheck, EngineEndpoint, FixedEndpoint

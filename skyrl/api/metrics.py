@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from skyrl.api.table import HttpMetrics
-from skyrl.chat.agents.metrics import AgentMetrics
+from skyrl.chat.agents.live_sessions import AgentMetrics
 from skyrl.inference.metrics import AdapterMetrics
 from skyrl.runtime.metrics.files import Labelled
 from skyrl.runtime.metrics.process import ONLY, LoopLag, registry_for

@@ -18,7 +18,7 @@ import uvloop
 from skyrl.api.app import create_app
 from skyrl.api.build import ApiProcess, Secrets, build
 from skyrl.api.direct_http import protocol_with
-from skyrl.api.readiness import POLL_S
+from skyrl.api.served import POLL_S
 from skyrl.api.services import Services
 from skyrl.http.server import Server, tune_garbage_collection
 from skyrl.inference.features import inference_features

@@ -54,9 +54,12 @@ from skyrl.sampling.servers import (
     Health,
     OtherWeights,
     ServedContext,
+    Verdict,
+    describe,
     health_of,
+    server_failure,
+    verdict_of,
 )
-from skyrl.sampling.verdict import Verdict, describe, server_failure, verdict_of
 from skyrl.storage.db.pictures import PictureFiles
 
 

@@ -25,8 +25,7 @@ from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.http.client import HttpClient
 from skyrl.runtime.processes.backoff import Backoff
 from skyrl.sampling.exchanges import Exchange
-from skyrl.sampling.servers import CurrentWeightsCheck, Endpoint, Health, OtherWeights, health_of
-from skyrl.sampling.verdict import server_failure
+from skyrl.sampling.servers import CurrentWeightsCheck, Endpoint, Health, OtherWeights, health_of, server_failure
 from skyrl.storage.db.faults import DatabaseError, reason
 
 
