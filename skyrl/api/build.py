@@ -137,7 +137,7 @@ def build(runtime: Runtime, secrets: Secrets, features: Sequence[InferenceFeatur
         base.notifier.peers,
         base.futures,
         services.sampling,
-        forwards=all(model.lane.client is not None for model in services.served),
+        forwards=all(model.sampling.client is not None for model in services.served),
     )
     return ApiProcess(
         base=base,
@@ -181,12 +181,12 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
     parts = zip(runtime.each, features, base.metrics.models, strict=True)
     built = [build_model(one, its, counted, shared) for one, its, counted in parts]
     served = Served(built, names)
-    lanes = BaseModels([model.lane for model in built], names)
+    sampled = BaseModels([model.sampling for model in built], names)
     sampling = SampleService(
         base.futures,
         samplers,
         sessions,
-        lanes,
+        sampled,
         engine=base.notifier.engine,
         quotas=quotas,
         metrics=base.metrics.refusals,
@@ -273,7 +273,9 @@ def _planner(
 
 def _base_of(model: ServedModel) -> OpenAIBase:
     config = model.config
-    return OpenAIBase(config.served_names, (config.base_model_path,), model.watch.limits, model.lane.loaded)
+    return OpenAIBase(
+        config.served_names, (config.base_model_path,), model.watch.limits, model.sampling.current_weights
+    )
 
 
 def _show_readiness(base: Base, served: Served) -> None:

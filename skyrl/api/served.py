@@ -238,7 +238,7 @@ class ServedModel:
     """One base model. `openai` is None if the engine samples."""
 
     runtime: Runtime
-    lane: BaseModelSampling
+    sampling: BaseModelSampling
     watch: EngineWatch
     readiness: ReadyReasons
     adapters: AdapterHost

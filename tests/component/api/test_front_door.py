@@ -135,7 +135,7 @@ async def test_many_probes_probe_an_external_server_once(
 ) -> None:
     monkeypatch.setattr(served, "FRESH_S", 3600.0)
     async with serve(external_inference_url=upstream.url) as api:
-        client = api.services.served[0].lane.client
+        client = api.services.served[0].sampling.client
         assert client is not None
         probe, probes = client.probe, 0
 
