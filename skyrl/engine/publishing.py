@@ -101,15 +101,12 @@ class WeightPublisher:
 
 def version_files(config: ServerConfig, weights: BaseWeights | FullWeights) -> VersionFiles:
     """The files of a version: directories of this machine, or what nodes find by themselves."""
-    return VersionFiles(served_version(weights), _location(config, weights))
-
-
-def _location(config: ServerConfig, weights: BaseWeights | FullWeights) -> str:
-    if isinstance(weights, FullWeights):
-        if config.weights_travel:
-            return reference_to(version_key(weights))
-        return str(version_directory(config.state_dir, weights))
-    return BASE_MODEL if config.weights_travel else str(base_directory(config.base_model_path))
+    is_base = isinstance(weights, BaseWeights)
+    if config.weights_travel:
+        location = BASE_MODEL if is_base else reference_to(version_key(weights))
+    else:
+        location = base_directory(config.base_model_path) if is_base else version_directory(config.state_dir, weights)
+    return VersionFiles(served_version(weights), str(location))
 
 
 def adopt_adapters(config: ServerConfig, database: Database, store: CheckpointStore) -> None:

@@ -86,7 +86,7 @@ class SharedDirectory:
         try:
             state_dir = self._state_dir()
             directory = version_directory(state_dir, adapter)
-            if await asyncio.to_thread(_is_missing, state_dir, directory):
+            if await asyncio.to_thread(lambda: state_dir.is_dir() and not directory.is_dir()):
                 await self._fetch(adapter, directory)
         except AdapterMissing:
             raise
@@ -157,8 +157,3 @@ class HostOfOtherServer:
         except Exception as error:  # an unreachable database
             raise AdapterUnavailable(adapter, error) from error
         return await host.bring(adapter)
-
-
-def _is_missing(state_dir: Path, directory: Path) -> bool:
-    """Whether this process sees the state directory, but not `directory` in it."""
-    return state_dir.is_dir() and not directory.is_dir()
