@@ -128,11 +128,11 @@ def text_part(model_type: str) -> str:
 
 
 def _families(measured: Figures) -> str:
-    cells = ["family", "`model_type`", "vLLM"]
-    rows = []
+    """One row for families with the same figure."""
+    alike: dict[str, list[str]] = {}
     for family, each in measured.items():
-        rows.append([ROWS.get(family, family), f"`{TRIED[family]['model_type']}`", _vllm(each)])
-    return _table(cells, rows)
+        alike.setdefault(_vllm(each), []).append(f"{ROWS.get(family, family)} (`{TRIED[family]['model_type']}`)")
+    return _table(["families, and `model_type`", "vLLM"], ([", ".join(names), gap] for gap, names in alike.items()))
 
 
 def _adapted(measured: Figures) -> str:

@@ -97,40 +97,22 @@ def bugs(results: Results) -> str:
     return text
 
 
-def methods(results: Results) -> str:
-    """Every public method of every release."""
-    called = ", ".join(f"`{name}` ({why})" for name, why in UNCALLED.items())
-    text = f"\n## Methods\n\nEvery public method of the SDK's clients; a check calls each one but {called}.\n\n"
-    names = {name for kept in results.values() for name in kept["methods"]}
-    alike: dict[tuple[str, str], list[str]] = {}
-    for name in sorted(names - {f"{name}_async" for name in names}):
-        owner, _, method = name.partition(".")
-        twin = "[_async]" if f"{name}_async" in names else ""
-        alike.setdefault((owner, span_of("methods", name, results)), []).append(f"`{method}{twin}`")
-    text += header(["client", "SDK", "methods"])
-    text += "".join(row([f"`{owner}`", having, ", ".join(each)]) for (owner, having), each in sorted(alike.items()))
-    untried = [
-        f"`{command}` ({span_of('commands', command, results)}), which {reason}"
-        for command, reason in sorted(UNTRIED_COMMANDS.items())
-    ]
-    return f"{text}\nNot run: {', '.join(untried)}.\n"
+def methods() -> str:
+    """Which public methods and commands no check calls."""
+    methods = ", ".join(f"`{name}` ({why})" for name, why in UNCALLED.items())
+    commands = ", ".join(f"`{command}`, which {why}" for command, why in sorted(UNTRIED_COMMANDS.items()))
+    return f"""
+## Methods and endpoints
 
-
-def endpoints(results: Results) -> str:
-    """Every endpoint that an SDK called, by the SDKs that called it."""
-    text = "\n## Endpoints\n\nWhat each SDK asked the server for in these checks. None was answered with 404, 405 or "
-    text += "a server error, except for what a check asked for in order to be refused.\n\n"
-    text += header(["SDK", "endpoints"])
-    alike: dict[str, list[str]] = {}
-    routes = {route for kept in results.values() for route in kept["routes"]}
-    for route in sorted(routes, key=lambda route: route.split()[::-1]):
-        alike.setdefault(span_of("routes", route, results), []).append(f"`{route}`")
-    return text + "".join(row([having, ", ".join(each)]) for having, each in sorted(alike.items()))
+A check calls every public method of the clients of every release.
+Not called: {methods}; {commands}.
+No endpoint that an SDK asked for answered with 404, 405 or a server error, unless a check asked to be refused.
+"""
 
 
 def render(results: Results) -> str:
     introduction = INTRODUCTION.format(releases=", ".join(results))
-    return introduction + features(results) + bugs(results) + methods(results) + endpoints(results)
+    return introduction + features(results) + bugs(results) + methods()
 
 
 def measured() -> None:
