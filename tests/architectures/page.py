@@ -34,9 +34,9 @@ REFUSED = "refused"
 """In the figures: what the trainer says of the architectures that it refuses, by `model_type`."""
 UNKNOWN = "unknown to this page"
 SHORT = {
-    "message 2: the template leaves out the answer's thinking": "thinking left out",
+    "message 2: the template leaves out the answer's thinking": "left out",
     "the release has no chat template": "–",
-    "vLLM renders it with code of the model's repository: each turn forks": "each turn forks",
+    "vLLM renders it with code of the model's repository: each turn forks": "forks",
 }
 """What the table says instead of a session's note; the page explains it."""
 
@@ -162,7 +162,8 @@ def _sessions(each: Mapping[str, Any]) -> list[str]:
     if not each:
         return ["not tried", "?", "?"]
     switches = ", ".join(f"`{name}: {str(value).lower()}`" for name, value in each.get("switches", {}).items())
-    chats = "; ".join(part for part in (each["source"], f"with {switches}" if switches else "") if part)
+    source = each["source"].removeprefix("the template of ").replace("its own template", "own")
+    chats = "; ".join(part for part in (source, f"with {switches}" if switches else "") if part)
     return [chats or "–", *(_turns(each[name]) for name in ("tool_loops", "user_turns"))]
 
 

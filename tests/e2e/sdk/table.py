@@ -33,7 +33,7 @@ Which feature works with which release of the `tinker` SDK: {releases}.
 with the unmodified SDK of every release, and `tests/e2e/sdk/features` says what is checked. CI runs the checks with the
 newest and the oldest release, and fails if this page says something else.
 
-The column SDK names the releases with which the check passed. **refused**: these have the feature, and it is refused
+Each line begins with the releases with which the checks passed. **refused**: these have the feature, and it is refused
 with a clear message. **SDK bug**: their own mistake keeps it from working, with any server. Other releases do not have
 it.
 """
@@ -44,14 +44,6 @@ Results = Mapping[str, Mapping[str, Any]]
 
 def read() -> dict[str, dict[str, Any]]:
     return json.loads(KEPT.read_text())
-
-
-def row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |\n"
-
-
-def header(cells: Sequence[str]) -> str:
-    return row(cells) + f"|{'---|' * len(cells)}\n"
 
 
 def span(having: Sequence[str], results: Results) -> str:
@@ -70,7 +62,7 @@ def span_of(key: str, name: str, results: Results) -> str:
 
 
 def features(results: Results) -> str:
-    """A table per group of the catalogue, with one row for features that work with the same releases. What is refused
+    """A list per group of the catalogue, with one line for features that work with the same releases. What is refused
     says why."""
     text = ""
     for group, members in groupby(CATALOGUE.values(), key=lambda feature: feature.group):
@@ -81,8 +73,7 @@ def features(results: Results) -> str:
             shown = [said + span(having[status], results) for status, said in STATUSES.items() if having[status]]
             why = f" ({_clause(feature.sentence)})" if having["refused"] else ""
             alike.setdefault("; ".join(shown), []).append(feature.name + why)
-        text += f"\n## {group}\n\n" + header(["SDK", "feature"])
-        text += "".join(row([shown, ", ".join(names)]) for shown, names in alike.items())
+        text += f"\n## {group}\n\n" + "".join(f"- {shown}: {', '.join(names)}\n" for shown, names in alike.items())
     return text
 
 
@@ -91,10 +82,9 @@ def _clause(sentence: str) -> str:
 
 
 def bugs(results: Results) -> str:
-    text = "\n## Bugs of an SDK\n\n" + header(["feature", "SDK", "what is wrong"])
-    for name, said in sorted({bug for kept in results.values() for bug in kept["bugs"].items()}):
-        text += row([name, span_of("bugs", name, results), said])
-    return text
+    found = sorted({bug for kept in results.values() for bug in kept["bugs"].items()})
+    lines = (f"- {span_of('bugs', name, results)}: {name}: {said}\n" for name, said in found)
+    return "\n## Bugs of an SDK\n\n" + "".join(lines)
 
 
 def methods() -> str:
