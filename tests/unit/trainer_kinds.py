@@ -39,9 +39,8 @@ from skyrl.trainer.ranks import full_rank, lora_rank
 from skyrl.trainer.ranks import rank as rank_module
 from skyrl.trainer.ranks.full_backend import FullBackend
 from skyrl.trainer.ranks.full_rank import FullRank
-from skyrl.trainer.ranks.lora_backend import LoraBackend
+from skyrl.trainer.ranks.lora_backend import InThisProcess, LoraBackend, rank_settings
 from skyrl.trainer.ranks.lora_rank import ExpertRank, LoraRank
-from skyrl.trainer.ranks.over_ranks import InThisProcess, rank_settings
 from skyrl.trainer.ranks.rank import RankSettings
 from tests.local_ranks import LocalRanks
 

@@ -28,10 +28,10 @@ def _adapter(steps: int = 0, gradient: float | None = None) -> Adapter:
     """An adapter after some steps; `gradient`: a pending one."""
     adapter = Adapter(LoraSpec(3, 32.0, 0), [Target("q_proj", 6, 4), Target("lm_head", 6, 11)], torch.device("cpu"))
     for _ in range(steps):
-        adapter.accumulate(torch.linspace(-1, 2, adapter.weights.numel()))
+        adapter.gradient = torch.linspace(-1, 2, adapter.weights.numel())
         adamw_step(adapter, AdamParams(0.02))
     if gradient is not None:
-        adapter.accumulate(torch.full_like(adapter.weights, gradient))
+        adapter.gradient = torch.full_like(adapter.weights, gradient)
     return adapter
 
 
@@ -58,7 +58,7 @@ def test_steps_equal_torch_although_hyper_parameters_change_every_step(clip: flo
         group |= {"lr": params.learning_rate, "betas": (params.beta1, params.beta2)}
         group |= {"eps": params.eps, "weight_decay": decay}
         optimizer.step()
-        adapter.accumulate(gradient)
+        adapter.gradient = gradient
         metrics = adamw_step(adapter, params)
         assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-6)
         for parameter, view in zip(parameters, adapter.views(adapter.weights).values(), strict=True):

@@ -15,7 +15,7 @@ from torch_lora_support import VOCAB, base_path, make_backend, ok, sft, spec
 from skyrl.base.config.loading import load_config
 from skyrl.engine.trainer_probes import TrainerProbes, median_size, probe_tokens
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.storage.checkpoint_store.versions import adapter_directory
+from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.trainer.protocol import Backend, TrainingPass
 
 ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
@@ -82,7 +82,7 @@ def test_every_choice_of_layers_changes_the_trainers_logprobs_far_above_rounding
     assert [each.layers for each in expected.probes] == [*ATTENTION, *MLP, *EXPERTS, "lm_head", "all layers"]
     for each in expected.probes:
         assert 0.2 < median_size(each.logprobs - expected.base) < 3, each.layers
-        saved = load_file(adapter_directory(tmp_path, each.adapter) / "adapter_model.safetensors")
+        saved = load_file(version_directory(tmp_path, each.adapter) / "adapter_model.safetensors")
         assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
     probes.remove()
     assert not [*(tmp_path / "adapters").iterdir()]

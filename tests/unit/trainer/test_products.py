@@ -20,8 +20,8 @@ from skyrl.trainer.experts.product import (
     of_used_experts,
 )
 from skyrl.trainer.lora.adapter import Adapter, Target
-from skyrl.trainer.lora.products import AdapterStack, RowsUpdate, linear_with_updates
-from skyrl.trainer.passes.pass_run import MOST_PADDING, groups_of
+from skyrl.trainer.lora.linear import AdapterStack, RowsUpdate, linear_with_updates
+from skyrl.trainer.ranks.lora_rank import MOST_PADDING, groups_of
 
 PLACES = ((0, 3, 4, 8.0), (3, 4, 1, 0.5), (6, 11, 8, 4.0))
 """First row, last row + 1, rank, scale. Rows 4 and 5 have no adapter."""

@@ -32,7 +32,6 @@ from skyrl.trainer.ranks import sharded_model
 from skyrl.trainer.ranks.full_rank import FullRank
 from skyrl.trainer.ranks.lora_rank import ExpertRank, LoraRank
 from skyrl.trainer.ranks.rank import RankSettings
-from skyrl.trainer.ranks.sharded_model import reshard
 from tests.local_ranks import rank_of
 
 SHORT_S = 6.0
@@ -147,7 +146,7 @@ class Unequal(LoraRank):
 
     def _row_budget(self, targets: Sequence[Target]) -> RowBudget:
         measure_row(self.base, targets)
-        reshard(self.base.packed)
+        self.base.packed.reshard()
         return RowBudget(512 >> self._rank, "a test")
 
     def count(self) -> tuple[int, set[bool]]:

@@ -21,8 +21,8 @@ from skyrl.base.pictures.picture import PlacedPicture
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.lora.adapter import Adapter
 from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue, Tally
-from skyrl.trainer.passes.micro_batch_losses import PartScore, Scores, losses_of
-from skyrl.trainer.passes.pass_run import MicroBatchItem, SinglePassRun
+from skyrl.trainer.passes.micro_batch import Scores, losses_of
+from skyrl.trainer.passes.pass_run import MicroBatchItem, PartScore, SinglePassRun
 from skyrl.trainer.protocol import Datum, TrainingPass
 
 CPU = torch.device("cpu")
