@@ -203,6 +203,10 @@ def test_computing_in_bfloat16_keeps_float32_weights_and_gradients(ranks: Make, 
             backend.optim_step("m", AdamParams(learning_rate=1e-5, eps=1e-3))
         losses.append(ok(backend.run([train("m", sft(1, 20, 9, 30))]))[0].metrics["loss:sum"])
         states.append(files_saved(backend, "m", tmp_path / str(number)))
+    rounded.optim_step("m", STEP)
+    rounded.load_state("m", tmp_path / "0", optimizer=False)
+    (loaded,) = ok(rounded.run([train("m", sft(1, 20, 9, 30))]))
+    assert loaded.metrics["loss:sum"] == losses[0], "the model computes with the weights that it has loaded"
     if count == 1:
         rank = rank_of(rounded)
         assert {each.dtype for each in rank.base.packed.parameters()} == {torch.bfloat16}
