@@ -185,6 +185,11 @@ def rl(seed: int, *lengths: int) -> list[Datum]:
     return data
 
 
+def cut(datum: Datum, length: int) -> Datum:
+    """The first tokens of a sequence."""
+    return Datum(datum.tokens[:length].copy(), {name: array[:length] for name, array in datum.loss_inputs.items()})
+
+
 def grpo(seed: int, groups: int, samples: int, prompt: int, answer: int = 7) -> list[Datum]:
     """Samples of several prompts, in mixed order. Answers have 1 to `answer` tokens; a prompt has advantage 0."""
     rng = np.random.default_rng(seed)

@@ -175,6 +175,11 @@ KINDS = (LORA, FULL, EXPERTS, KEPT)
 BY_NAME = {kind.name: kind for kind in KINDS}
 
 
+def slow(*parameters: Any) -> Any:
+    """A case that `make test` leaves out."""
+    return pytest.param(*parameters, marks=pytest.mark.slow)
+
+
 def passes_of(kind: Kind, model_id: str, step: int) -> list[TrainingPass]:
     """Passes of uneven sequences, one with shared prompts, a forward, for a mixture one with recorded experts; the last
     has one sequence, fewer than there are ranks."""

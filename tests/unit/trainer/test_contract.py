@@ -33,6 +33,7 @@ from trainer_kinds import (
     assert_same_runs,
     learn,
     passes_of,
+    slow,
 )
 
 from skyrl.trainer.passes import pass_run
@@ -153,23 +154,19 @@ def test_ranks_train_as_one_device_does_and_write_the_same_files(
     assert_close(_go_on(case.kind, case.backend, tmp_path / "later"), one.later, case.kind.tolerance)
 
 
-def _slow(*parameters: Any) -> Any:
-    return pytest.param(*parameters, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("kind", "architecture", "ranks", "settings"),
     [
         (LORA, "llama", 3, {"merge_passes": True}),
         (FULL, "empty-shards", 3, {}),
-        _slow(LORA, "qwen3", 3, {"gradient_checkpointing": True}),
-        _slow(LORA, "qwen2-window", 2, {}),
-        _slow(FULL, "qwen3", 3, {"gradient_checkpointing": True}),
-        _slow(FULL, "qwen2-window", 3, {}),
-        _slow(EXPERTS, "mixture", 3, {}),
-        _slow(EXPERTS, "mixture", 3, {"merge_passes": True}),
-        _slow(EXPERTS, "mixture-with-dense-layer", 3, {"gradient_checkpointing": True}),
-        _slow(KEPT, None, 3, {"merge_passes": True}),
+        slow(LORA, "qwen3", 3, {"gradient_checkpointing": True}),
+        slow(LORA, "qwen2-window", 2, {}),
+        slow(FULL, "qwen3", 3, {"gradient_checkpointing": True}),
+        slow(FULL, "qwen2-window", 3, {}),
+        slow(EXPERTS, "mixture", 3, {}),
+        slow(EXPERTS, "mixture", 3, {"merge_passes": True}),
+        slow(EXPERTS, "mixture-of-wide-experts", 3, {"gradient_checkpointing": True}),
+        slow(KEPT, None, 3, {"merge_passes": True}),
     ],
     ids=str,
 )
@@ -187,7 +184,7 @@ def test_other_models_settings_and_numbers_of_ranks_give_the_numbers_of_one_devi
 
 @pytest.mark.parametrize(
     ("kind", "ranks"),
-    [(LORA, 2), (FULL, 1), (EXPERTS, 1), (KEPT, 2), _slow(LORA, 1), _slow(FULL, 2), _slow(EXPERTS, 2), _slow(KEPT, 1)],
+    [(LORA, 2), (FULL, 1), (EXPERTS, 1), (KEPT, 2), slow(LORA, 1), slow(FULL, 2), slow(EXPERTS, 2), slow(KEPT, 1)],
     ids=str,
 )
 def test_recomputed_layers_change_no_bit(tmp_path: Path, kind: Kind, ranks: int, learned_with: LearnedWith) -> None:

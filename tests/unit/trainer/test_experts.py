@@ -12,17 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch_lora_support import (
-    assert_close,
-    assert_same,
-    make_backend,
-    ok,
-    saved,
-    sft,
-    spec,
-    train,
-    with_experts,
-)
+from torch_lora_support import assert_close, assert_same, make_backend, ok, saved, sft, spec, train, with_experts
 from trainer_kinds import EXPERTS, STEP, assert_same_results, closed_at_end, passes_of
 
 from skyrl.base.config.loading import load_config

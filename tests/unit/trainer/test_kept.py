@@ -14,7 +14,7 @@ from kept_support import CASES, release
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch_lora_support import base_path, files_saved, ok, sft, spec, train
-from trainer_kinds import EXPERTS, LORA, STEP, Kind, Run, assert_same_runs, closed_at_end
+from trainer_kinds import EXPERTS, LORA, STEP, Kind, Run, assert_same_runs, closed_at_end, slow
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
@@ -48,10 +48,6 @@ def _learn(backend: Any, directory: Path) -> Run:
     return Run(results + ok(backend.run(PASSES)), metrics, files_saved(backend, "m", directory))
 
 
-def _slow(*parameters: Any) -> Any:
-    return pytest.param(*parameters, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("case", "ranks", "kind", "settings"),
     [
@@ -59,12 +55,12 @@ def _slow(*parameters: Any) -> Any:
         ("fused-mixture-mxfp4", 1, LORA, {"gradient_checkpointing": True, "merge_passes": True}),
         ("dense-int4", 2, LORA, {"gradient_checkpointing": True}),
         ("mixture-fp8", 2, EXPERTS, {}),
-        _slow("dense-int4", 3, LORA, {"merge_passes": True}),
-        _slow("dense-int4", 2, LORA, {"context_parallel_tokens": 32}),
-        _slow("mixture-fp8", 2, LORA, {"context_parallel_tokens": 32, "gradient_checkpointing": True}),
-        _slow("latent-mixture-int4", 2, EXPERTS, {"context_parallel_tokens": 32}),
-        *(_slow(case, count, LORA, {}) for case in CASES for count in (2, 3)),
-        *(_slow(case, count, EXPERTS, {}) for case in CASES if "mixture" in case for count in (2, 3)),
+        slow("dense-int4", 3, LORA, {"merge_passes": True}),
+        slow("dense-int4", 2, LORA, {"context_parallel_tokens": 32}),
+        slow("mixture-fp8", 2, LORA, {"context_parallel_tokens": 32, "gradient_checkpointing": True}),
+        slow("latent-mixture-int4", 2, EXPERTS, {"context_parallel_tokens": 32}),
+        *(slow(case, count, LORA, {}) for case in CASES for count in (2, 3)),
+        *(slow(case, count, EXPERTS, {}) for case in CASES if "mixture" in case for count in (2, 3)),
     ],
     ids=str,
 )

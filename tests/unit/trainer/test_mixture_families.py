@@ -21,6 +21,7 @@ from torch_lora_support import (
     assert_same,
     files_saved,
     grpo,
+    make_backend,
     make_full,
     ok,
     rl,
@@ -34,12 +35,11 @@ from torch_lora_support import (
 from trainer_kinds import WHOLE
 from transformers import AutoConfig
 
-from skyrl.base.config.loading import load_config
 from skyrl.base.model_files import layers_with_experts, model_config
 from skyrl.trainer.experts.routing import CORRECTION, Routing, own_experts, routers_of
 from skyrl.trainer.lora.adapter import Adapter
 from skyrl.trainer.model.loading import load_model, model_class
-from skyrl.trainer.protocol import AdamParams, Backend, Datum, TrainingPass
+from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.architectures.facts import facts_of
 from tests.architectures.figures import record
@@ -76,22 +76,12 @@ def _stock(family: str, dtype: torch.dtype = torch.float64) -> Any:
     return model_class(AutoConfig.from_pretrained(path)).from_pretrained(path, **plain, dtype=dtype).eval()
 
 
-def _backend(family: str, *, merge: bool = False, budget: int = 4096, **trainer: Any) -> LoraBackend:
-    settings = {"merge_passes": merge, "micro_batch_tokens": budget, **trainer}
-    given = {f"trainer.{name}": value for name, value in settings.items()}
-    return LoraBackend(load_config({"base_model": _path(family), "backend_config": given}))
-
-
-def _step(backend: Backend, model_id: str = "m") -> None:
-    """So that lora_B is not 0."""
-    ok(backend.run([train(model_id, sft(0, *LENGTHS))]))
-    backend.optim_step(model_id, AdamParams(learning_rate=1e-2))
-
-
 def _trained(family: str, **options: Any) -> LoraBackend:
-    backend = _backend(family, **options)
+    """With a model that has made a step, so that lora_B is not 0."""
+    backend = make_backend(path=_path(family), **options)
     backend.create_model("m", spec(3, 11))
-    _step(backend)
+    ok(backend.run([train("m", sft(0, *LENGTHS))]))
+    backend.optim_step("m", AdamParams(learning_rate=1e-2))
     return backend
 
 
@@ -146,7 +136,7 @@ def _follow(routing: Routing, datum: Datum) -> None:
 )
 def test_logprobs_and_gradients_equal_autograd_on_merged_weights(tmp_path: Path, family: str, replay: bool) -> None:
     """Samples of one prompt share its rows."""
-    backend = _trained(family, budget=48)
+    backend = _trained(family, micro_batch_tokens=48)
     adapter, stock = rank_of(backend).adapters["m"], _stock(family)
     data = [*rl(4, *LENGTHS), *grpo(5, 2, 4, 9)]
     if replay:
@@ -211,7 +201,7 @@ def test_peft_loads_a_saved_adapter_and_computes_the_same_with_it(tmp_path: Path
 
 @pytest.mark.parametrize("family", SOME)
 def test_config_json_and_the_start_up_probe_say_which_layers_and_experts_are_used(family: str) -> None:
-    stock, base = _stock(family, torch.float32), rank_of(_backend(family)).base
+    stock, base = _stock(family, torch.float32), rank_of(make_backend(path=_path(family))).base
     routers = set(map(id, routers_of(stock)))
     names = [name for name, module in stock.named_modules() if id(module) in routers]
     layers = [int(name.split("layers.")[1].split(".")[0]) for name in names]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from cachetools import LRUCache
 from picture_support import SEEING_FAMILIES, Picture, Sequences, group, made_once, mixed, of_transformers, text
-from torch_lora_support import assert_close, assert_same, ok, rl, saved, sft, spec, train
+from torch_lora_support import assert_close, assert_same, make_backend, ok, rl, saved, sft, spec, train
 from trainer_kinds import STEP
 from transformers import AutoConfig
 
@@ -42,10 +42,8 @@ def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 def backend_of(path_of: Callable[[str], str]) -> BackendOf:
     """A backend on a family's tiny model, with a model "m"."""
 
-    def make(family: str = "qwen3-vl", *, merge: bool = False, rows: int = 4096, **trainer: Any) -> LoraBackend:
-        settings = {"micro_batch_tokens": rows, "merge_passes": merge, **trainer}
-        keys = {f"trainer.{key}": value for key, value in settings.items()}
-        backend = LoraBackend(load_config({"base_model": path_of(family), "backend_config": keys}))
+    def make(family: str = "qwen3-vl", **options: Any) -> LoraBackend:
+        backend = make_backend(path=path_of(family), **options)
         backend.create_model("m", spec(4, 1))
         return backend
 

@@ -15,12 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch_lora_support import assert_same, make_ranks, ok, sft, spec, train
 from trainer_kinds import WHOLE
-from transformers import (
-    AutoModelForCausalLM,
-    CompressedTensorsConfig,
-    FineGrainedFP8Config,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, PreTrainedModel
 from transformers.utils.quantization_config import Mxfp4Config
 
 from skyrl.base.config.loading import load_config

@@ -9,19 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch_lora_support import (
-    VOCAB,
-    assert_same,
-    base_path,
-    grpo,
-    make_backend,
-    make_full,
-    ok,
-    saved,
-    sft,
-    spec,
-    train,
-)
+from torch_lora_support import VOCAB, assert_same, base_path, grpo, make_backend, make_full, ok, saved, sft, spec, train
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch_lora_support import VOCAB, assert_close, files_saved, grpo, make_backend, ok, rl, sft, spec, train
+from torch_lora_support import VOCAB, assert_close, cut, files_saved, grpo, make_backend, ok, rl, sft, spec, train
 from trainer_kinds import FULL, LORA, STEP, Kind
 
 from skyrl.trainer.losses import LOSSES
@@ -99,15 +99,10 @@ def _wide_targets() -> list[Datum]:
 def _turns() -> list[Datum]:
     """Conversations: each datum continues the one before, and two branches leave in the middle."""
     (whole,) = rl(7, 90)
-    branches = [_cut(rl(8, 90)[0], 90), _cut(rl(9, 80)[0], 80)]
+    branches = [cut(rl(8, 90)[0], 90), cut(rl(9, 80)[0], 80)]
     for branch in branches:
         branch.tokens[:50] = whole.tokens[:50]
-    return [_cut(whole, 20), _cut(whole, 90), *branches, _cut(whole, 45), _cut(whole, 70)]
-
-
-def _cut(datum: Datum, length: int) -> Datum:
-    inputs: dict[str, Any] = {name: array[:length] for name, array in datum.loss_inputs.items()}
-    return Datum(datum.tokens[:length].copy(), inputs)
+    return [cut(whole, 20), cut(whole, 90), *branches, cut(whole, 45), cut(whole, 70)]
 
 
 def _partly_without_advantage(loss: str = "importance_sampling", groups: Sequence[int] = (0, 2, 3)) -> list[Datum]:
