@@ -266,5 +266,5 @@ def test_two_ranks_train_a_mixture_as_one_device_does_and_write_the_same_files(
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert exported.keys() == released.keys()
     for name, one in released.items():
-        if "vis" not in name and "projector" not in name:  # a tower is copied as it is
+        if family in IN_CI:  # towers of others are copied as they are: test_model_files
             assert torch.equal(exported[name], one if name.endswith(CORRECTION) else one.bfloat16()), name
