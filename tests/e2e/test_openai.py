@@ -325,7 +325,7 @@ def test_what_cannot_be_honoured_is_a_400_that_names_the_field(
     assert refused.value.body["message"]  # type: ignore[index]
 
 
-# Clients that go; tests/e2e/test_faults.py has servers that die
+# Clients that go; tests/e2e/test_sdk_retries.py has servers that die
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +9,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import tinker
@@ -480,29 +477,3 @@ def numbers(answer: types.SampleResponse) -> dict[str, Any]:
 
 
 # Clients without protobuf
-
-
-def test_clients_without_protobuf_get_json(server: DemoServer, base: Model) -> None:
-    prompt, ids = [7, 8, 9], [[3, -1], [-1, 4]]
-    body = {
-        "sampling_session_id": base.sampler._sampling_session_id,
-        "prompt": {"chunks": [{"tokens": prompt}]},
-        "sampling_params": {"max_tokens": 1, "temperature": 0.0},
-        "target_prompt_logprobs": {"data": sum(ids, []), "dtype": "int64", "shape": [2, 2]},
-        "prompt_alt_tokens_k": 1,
-    }
-    with httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": "tml-features"}) as http:
-        promise = http.post("/asample", json=body).raise_for_status().json()
-        end = time.monotonic() + 300
-        while (polled := http.post("/retrieve_future", json={"request_id": promise["request_id"]}, timeout=60)) and (
-            polled.status_code == httpx.codes.REQUEST_TIMEOUT
-        ):
-            assert time.monotonic() < end
-    result = json.loads(polled.raise_for_status().content)
-    logprobs = base.reference.logprobs(prompt)
-    expected = [logprobs[0, 3], 0.0, 0.0, logprobs[1, 4]]
-    assert result["target_prompt_logprobs"]["shape"] == [2, 2]
-    assert result["target_prompt_logprobs"]["data"] == pytest.approx(expected, abs=ATOL)
-    best = logprobs.argmax(1).tolist()
-    assert result["prompt_alt_tokens"]["tokens"] == {"data": best, "dtype": "int64", "shape": [2, 1]}
-    assert result["prompt_alt_tokens"]["logprobs"]["data"] == pytest.approx(logprobs.max(1).tolist(), abs=ATOL)

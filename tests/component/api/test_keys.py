@@ -17,9 +17,9 @@ from skyrl.api.access import tenant_of_key, user_urn
 from skyrl.storage.db import keys as key_rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.keys import SCOPES, ApiKey, Keys, Scope, api_keys
-from tests.postgres_server import ON_BOTH
+from tests.postgres_server import ON_BOTH_SLOWLY
 
-pytestmark = ON_BOTH
+pytestmark = ON_BOTH_SLOWLY
 
 CHECKPOINT = "training_runs/s:train:0/checkpoints/weights/n"
 

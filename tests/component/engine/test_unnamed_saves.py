@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import namedtuple
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(time, "time", clock)
     return clock
-
-
-@pytest.fixture
-async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    async with harness_in(tmp_path / "state") as harness:
-        await harness.start()
-        yield harness
 
 
 async def save(trainer: Trainer, number: int) -> str:

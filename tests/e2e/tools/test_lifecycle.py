@@ -1,9 +1,8 @@
 """How clients leave: they finish, fall silent, or are killed between two chunks. The server frees their rows, models
 and adapters in the database, the trainer and vLLM, and other clients notice nothing.
 
-The tests use a separate server with at most 24 samples. Its sessions expire after 20 s of silence (the SDK beats every
-10 s). All clients start at once, so that the tests wait for their ends together; the tests run in the order of this
-file.
+The server takes at most 24 samples. Its sessions expire after 20 s of silence (the SDK beats every 10 s). All clients
+start at once, so that the tests wait for their ends together; the tests run in the order of this file.
 """
 
 from __future__ import annotations
@@ -26,15 +25,13 @@ import tinker
 from tinker import types
 
 from skyrl.cli.demo.server import DemoServer
-from tests.servers import SLOW_START_S
 
-from .conftest import ask, cross_entropy, greedy, train, vllm_of
-from .fault_proxy import Call, FaultProxy, Gate, busy, edited
+from ..conftest import ask, cross_entropy, greedy, train, vllm_of
+from ..fault_proxy import Call, FaultProxy, Gate, busy, edited
+from .conftest import SESSION_TIMEOUT_S
 
 pytestmark = pytest.mark.vllm
 
-TIMEOUT_S = 20
-MAX_PENDING = 24
 ENDED_S = 300.0
 """Seconds until an ended session's resources must be freed. The server looks every 5 s, and the engine has other
 work."""
@@ -190,15 +187,8 @@ def kill_between_chunks(server: DemoServer) -> ClientSession:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    directory = tmp_path_factory.mktemp("lifecycle")
-    config = directory / "skyrl.toml"
-    config.write_text(f"max_pending_samples = {MAX_PENDING}\n")
-    server = DemoServer(directory, "--config", str(config), "--session-timeout-s", str(TIMEOUT_S))
+def world(server: DemoServer) -> Iterator[World]:
     with ExitStack() as stack:
-        stack.callback(server.stop)
-        server.start()
-        server.wait_ready(SLOW_START_S)
         http = stack.enter_context(
             httpx.Client(base_url=f"{server.url}/api/v1/", headers={"X-API-Key": KEY}, timeout=60, trust_env=False)
         )
@@ -266,7 +256,7 @@ def test_samples_beyond_the_bound_get_429_and_all_finish(world: World) -> None:
 def test_a_silent_session_expires_and_one_with_heartbeats_stays(world: World) -> None:
     until(lambda: world.status(world.silent) == world.status(world.killed) == "expired", ENDED_S)
     (created_at,) = world.ask("select created_at from sessions where id = :whose", world.idle.session)
-    assert time.time() - created_at > TIMEOUT_S
+    assert time.time() - created_at > SESSION_TIMEOUT_S
     assert world.status(world.idle) == "active"
     beat = world.post("session_heartbeat", session_id=world.silent.session)
     assert beat.status_code == 410
