@@ -16,8 +16,9 @@ import skyrl.api.server
 from skyrl.api.access import tenant_of_key, user_urn
 from skyrl.storage.db import keys as key_rows
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.keys import SCOPES, ApiKey, Keys, Scope, api_keys
 from tests.postgres_server import ON_BOTH_SLOWLY
+from skyrl.storage.db.keys import SCOPES, ApiKey, Scope, api_keys
+from skyrl.storage.db.row_caches import Keys
 
 pytestmark = ON_BOTH_SLOWLY
 

@@ -11,8 +11,8 @@ from fake_upstream import FakeUpstream, error
 from sqlalchemy import select, update
 
 from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights
-from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_location
 from skyrl.storage.db import adapter_versions
+from skyrl.storage.checkpoint_store.versions import version_directory, version_location
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_state_dir
@@ -23,7 +23,7 @@ from tests.postgres_server import ON_BOTH
 
 NAME = "m1@3"
 ADAPTER = AdapterVersion(NAME)
-LOCATION = adapter_location(ADAPTER)
+LOCATION = version_location(ADAPTER)
 SAYS = "have been deleted: no checkpoint holds them"
 
 
@@ -33,7 +33,7 @@ async def sampler_on_adapter(api: Api, database: Database) -> str:
     row = database.read(lambda c: c.execute(select(samplers.c.tenant)).scalar_one())
     sampler = Sampler(f"{session_id}:sample:7", session_id, row, BASE, None, ADAPTER)
     database.write(lambda c: add_sampler(c, sampler, 7, 1000))
-    adapter_directory(api.services.config.state_dir, ADAPTER).mkdir(parents=True)
+    version_directory(api.services.config.state_dir, ADAPTER).mkdir(parents=True)
     return sampler.id
 
 

@@ -28,7 +28,7 @@ from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
 from skyrl.inference.remote.references import BASE_MODEL, reference_to
 from skyrl.storage.checkpoint_store.directories import safe_name
-from skyrl.storage.checkpoint_store.versions import full_at, full_directory, full_key, is_full_version
+from skyrl.storage.checkpoint_store.versions import is_full_version, version_at, version_directory, version_key
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.samplers import find_sampler
 from tests.local_ranks import rank_of
@@ -86,13 +86,13 @@ async def test_a_save_brings_its_version_to_the_replicas_before_it_is_settled(wo
     world.server.waits = asyncio.Event()
     save = await trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
     version = FullWeights.of(trainer.model_id, 1)
-    await until(lambda: world.server.calls[-1:] == [f"stage {version.version}"])
+    await until(lambda: world.server.calls[-1:] == [f"stage {version.name}"])
     assert (world.current, world.server.version) == (BaseWeights(), "default")
-    files = files_in(full_directory(world.harness.config.state_dir, version))
+    files = files_in(version_directory(world.harness.config.state_dir, version))
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
     world.server.waits.set()
     saved = await trainer.result(save)
-    assert (world.current, world.server.version) == (version, version.version)
+    assert (world.current, world.server.version) == (version, version.name)
     sampler = world.harness.database.read(lambda c: find_sampler(c, saved["sampling_session_id"]))
     assert sampler is not None
     assert sampler.weights == version
@@ -118,7 +118,7 @@ async def test_a_new_version_replaces_the_one_before_and_its_files_go(
         world.harness.database.read(lambda c: find_sampler(c, first["sampling_session_id"]))
     stored = world.harness.database.read(lambda c: adapter_versions.unsaved_bytes(c, "tenant"))
     assert set(stored) == {"tenant"}
-    files = files_in(full_directory(world.harness.config.state_dir, FullWeights.of(trainer.model_id, 3)))
+    files = files_in(version_directory(world.harness.config.state_dir, FullWeights.of(trainer.model_id, 3)))
     assert stored["tenant"] == sum(map(len, files.values())), "replaced versions do not count"
 
 
@@ -298,8 +298,8 @@ SAVE = Kind.SAVE_WEIGHTS_FOR_SAMPLER
 class Travelling(World):
     def stored(self) -> list[str]:
         """The names of the versions in the store, in the order of their numbers."""
-        found = [version for key in self.keys() if (version := full_at(key)) is not None]
-        return [version.version.rpartition("@")[2] for version in sorted(found, key=lambda each: each.number)]
+        found = [version for key in self.keys() if (version := version_at(key)) is not None]
+        return [version.name.rpartition("@")[2] for version in sorted(found, key=lambda each: each.number)]
 
     def keys(self) -> set[str]:
         return {found.key for found in self.harness.checkpoint_store.stored()}
@@ -323,9 +323,9 @@ async def test_a_save_is_stored_before_replicas_get_its_reference_and_nothing_st
     trainer = await whole_model(travelling)
     await trainer.do(SAVE, sampling_session_seq_id=0)
     version = FullWeights.of(trainer.model_id, 1)
-    assert travelling.server.version == version.version
-    assert travelling.server.paths == [reference_to(full_key(version))]
-    assert is_full_version(travelling.harness.checkpoint_store.files(full_key(version)))
+    assert travelling.server.version == version.name
+    assert travelling.server.paths == [reference_to(version_key(version))]
+    assert is_full_version(travelling.harness.checkpoint_store.files(version_key(version)))
     assert travelling.directories() == []
 
 
@@ -338,7 +338,7 @@ async def test_replaced_versions_leave_the_store_and_named_ones_stay_as_long_as_
     await trainer.do(SAVE, sampling_session_seq_id=1)
     assert travelling.stored() == ["1", "2", "3"]
     (row,) = travelling.harness.checkpoint_rows(trainer.model_id)
-    assert row.store_key == full_key(FullWeights.of(trainer.model_id, 2)), "it is stored once"
+    assert row.store_key == version_key(FullWeights.of(trainer.model_id, 2)), "it is stored once"
     await travelling.harness.sweep()
     assert travelling.stored() == ["2", "3"]
     await trainer.do(SAVE, path="kept", overwrite=True)
@@ -405,13 +405,13 @@ async def test_a_version_follows_its_server_to_a_ray_cluster_and_back(tmp_path: 
 
 def _moves(harness: Harness, trainer: Trainer) -> None:
     version = FullWeights.of(trainer.model_id, 1)
-    store, directory = harness.checkpoint_store, full_directory(harness.config.state_dir, version)
+    store, directory = harness.checkpoint_store, version_directory(harness.config.state_dir, version)
     alone, given = harness.config, {"state_dir": harness.config.state_dir, "backend_config": FULL}
     on_ray = load_config({**given, "ray_address": "local"})
     for _ in range(2):
         adopt_full_weights(on_ray, harness.database, store)
-    assert store.files(full_key(version)).keys() == {path.name for path in directory.iterdir()}
-    assert version_files(on_ray, version).location == reference_to(full_key(version))
+    assert store.files(version_key(version)).keys() == {path.name for path in directory.iterdir()}
+    assert version_files(on_ray, version).location == reference_to(version_key(version))
     expected = {path.name: path.read_bytes() for path in directory.iterdir()}
     for path in directory.iterdir():
         path.unlink()

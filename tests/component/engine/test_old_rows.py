@@ -21,7 +21,7 @@ from skyrl.base.wire.paths import TinkerPath
 from skyrl.engine.sweeping import FileSweeper
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.storage.checkpoint_store.versions import adapter_directory
+from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.storage.db import adapter_versions, retention
 from skyrl.storage.db import checkpoints as checkpoint_rows
 from skyrl.storage.db import futures as rows
@@ -140,7 +140,7 @@ def assert_reads_no_history(database: Database, sent: Sent) -> None:
 
 def on_disk(config: ServerConfig, versions: int) -> None:
     for number in range(1, versions + 1):
-        directory = adapter_directory(config.state_dir, AdapterVersion.of(MODEL, number))
+        directory = version_directory(config.state_dir, AdapterVersion.of(MODEL, number))
         directory.mkdir(parents=True)
         os.utime(directory, (LONG_AGO, LONG_AGO))
 
@@ -268,7 +268,7 @@ class Server:
         self.database.write(lambda c: c.execute(insert(models), model | lora_values(lora)))
         for version in range(1, VERSIONS + 1):
             adapter = AdapterVersion.of(model_id, version)
-            self._write(adapter_directory(self.config.state_dir, adapter))
+            self._write(version_directory(self.config.state_dir, adapter))
             name = f"{session_id}:sample:{version}"
             sampler = Sampler(name, session_id, "t", "tiny", None, adapter)
             self.database.write(lambda c, sampler=sampler, version=version: add_sampler(c, sampler, version))

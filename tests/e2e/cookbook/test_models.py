@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skyrl.chat.agents.rendering.renderer import ChatTemplate, Setting
-from skyrl.chat.openai.chat_templates import GPT_OSS, LLAMA, QWEN3, difference
+from skyrl.chat.openai.messages import GPT_OSS, LLAMA, QWEN3, difference
 from tests.architectures import cookbook
 from tests.cookbook import recipes
 from tests.environments import ROOT, environment
