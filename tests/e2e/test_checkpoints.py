@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import shutil
 import tarfile
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 import tinker
 import torch
@@ -22,9 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from skyrl.base.tiny import model_path
 from skyrl.cli.demo.server import DemoServer
-from skyrl.runtime.processes.runtime import RUNTIME_ENV
 
-from .conftest import ClientFactory, cross_entropy, greedy, train
+from .conftest import ClientFactory, cross_entropy, greedy, train, vllm_of
 
 pytestmark = pytest.mark.vllm
 
@@ -47,16 +44,6 @@ def archive_of(server: DemoServer, path: str, directory: Path, key: str = "tml-t
     return directory
 
 
-def vllm_of(server: DemoServer) -> httpx.Client:
-    """A client of the server's own vLLM."""
-    for process in psutil.Process(server.pid).children(recursive=True):
-        if (file := process.environ().get(RUNTIME_ENV)) is not None:
-            (runtime,) = json.loads(Path(file).read_text())["each"]
-            headers = {"Authorization": f"Bearer {runtime['inference_api_key']}"}
-            return httpx.Client(base_url=runtime["inference_url"], headers=headers, timeout=300, trust_env=False)
-    raise AssertionError("no process of the server knows where vLLM is")
-
-
 def logprobs_in_peft(adapter: Path, tokens: list[int]) -> np.ndarray:
     """Logprobs of each token after the first."""
     base = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
@@ -69,7 +56,9 @@ def logprobs_in_peft(adapter: Path, tokens: list[int]) -> np.ndarray:
 def logprobs_in_vllm(server: DemoServer, adapter: Path, tokens: list[int]) -> np.ndarray:
     """Logprobs of each token after the first."""
     name = "taken-elsewhere"
-    with vllm_of(server) as vllm:
+    url, key = vllm_of(server)
+    headers = {"Authorization": f"Bearer {key}"}
+    with httpx.Client(base_url=url, headers=headers, timeout=300, trust_env=False) as vllm:
         loaded = vllm.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(adapter)})
         assert loaded.status_code == 200, loaded.text
         asked = {"model": name, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0}

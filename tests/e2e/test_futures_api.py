@@ -6,8 +6,7 @@ import asyncio
 import pickle
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -16,7 +15,7 @@ from tinker import types
 
 from skyrl.cli.demo.server import DemoServer
 
-from .conftest import ask, vllm_of
+from .conftest import ask, until, vllm_of
 from .fault_proxy import FaultProxy, edited
 
 pytestmark = pytest.mark.vllm
@@ -63,13 +62,6 @@ def proxy(server: DemoServer) -> Iterator[FaultProxy]:
         yield proxy
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.05)
-
-
 def outcomes(server: DemoServer, session: str) -> list[tuple[str, str | None]]:
     """(status, error) of a sampling session's samples, in order of arrival."""
     query = "select status, error from futures where sampling_session_id = :session order by n"
@@ -82,7 +74,7 @@ CANCELLED = ("failed", "cancelled by the client")
 def wait_until_polled(proxy: FaultProxy, count: int) -> None:
     """Wait until the SDK has polled for that many samples by their ids. Without the id the SDK cannot cancel a
     sample."""
-    wait_until(lambda: len({call.body for call in proxy.seen("/retrieve_future")}) == count)
+    until(lambda: len({call.body for call in proxy.seen("/retrieve_future")}) == count)
 
 
 def test_an_abandoned_task_frees_vllm(server: DemoServer, proxy: FaultProxy, vllm: Vllm) -> None:
@@ -95,18 +87,18 @@ def test_an_abandoned_task_frees_vllm(server: DemoServer, proxy: FaultProxy, vll
         async def abandon(sent: int) -> None:
             task = asyncio.create_task(ask())
             await asyncio.to_thread(wait_until_polled, proxy, sent)
-            await asyncio.to_thread(wait_until, lambda: vllm.running == 4)
+            await asyncio.to_thread(until, lambda: vllm.running == 4)
             task.cancel()
-            await asyncio.to_thread(wait_until, lambda: vllm.running == 0)
+            await asyncio.to_thread(until, lambda: vllm.running == 0)
             with pytest.raises(asyncio.CancelledError):
                 await task
 
-        wait_until(lambda: vllm.running == 0)
+        until(lambda: vllm.running == 0)
         before = vllm.generated
         for sent in (1, 2, 3):
             asyncio.run(abandon(sent))
         assert vllm.generated - before < 3 * 4 * ENDLESS_TOKENS, "vLLM stopped the abandoned samples"
-        wait_until(lambda: outcomes(server, sampler._sampling_session_id) == [CANCELLED] * 3)
+        until(lambda: outcomes(server, sampler._sampling_session_id) == [CANCELLED] * 3)
         assert len(sampler.sample(PROMPT, 1, SHORT).result().sequences[0].tokens) == 4, "the client still works"
 
 

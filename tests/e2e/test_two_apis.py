@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from sqlalchemy import text
 
@@ -135,6 +136,22 @@ class AlternatingClient(Client):
         return next(self._turns)
 
 
+def connected_beside(other: psutil.Process, server: MortalServer, session: str | None) -> Client:
+    """A client of the process that is not `other`. If `other` was stopped amid a write, it goes on first."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        other.suspend()
+        try:
+            client = Client(server.url, session=session)
+            client.ok("session_heartbeat", {"session_id": client.session})
+        except AssertionError:
+            assert time.monotonic() < deadline
+        else:
+            return client
+        finally:
+            other.resume()
+
+
 @contextmanager
 def connected_to_each(server: MortalServer) -> Iterator[list[Client]]:
     """A client for each of the server's two API processes. While one client connects, the other process accepts no
@@ -143,12 +160,8 @@ def connected_to_each(server: MortalServer) -> Iterator[list[Client]]:
     with ExitStack() as held:
         clients: list[Client] = []
         for other in (first, second):
-            other.suspend()
             session = clients[0].session if clients else None
-            client = held.enter_context(closing(Client(server.url, session=session)))
-            client.ok("session_heartbeat", {"session_id": client.session})
-            other.resume()
-            clients.append(client)
+            clients.append(held.enter_context(closing(connected_beside(other, server, session))))
         answered = {client.http.get(f"{server.url}/statusz").json()["api_process"] for client in clients}
         assert len(answered) == 2
         yield clients

@@ -198,23 +198,6 @@ async def test_the_list_is_the_tenants_own_newest_first_by_state(api: Api) -> No
         assert (await get(api, query, 400))["field"] == query[1:].partition("=")[0]
 
 
-async def test_a_strangers_session_is_as_unknown_as_none(api: Api) -> None:
-    session = await forked(api)
-
-    async def asked(session_id: str) -> list[tuple[int, Any]]:
-        paths = ["", "/trajectory", "/turns"]
-        answers = [await api.http.get(f"/api/v1/agent_sessions/{session_id}{path}", headers=OTHER) for path in paths]
-        answers.append(await api.post(f"agent_sessions/{session_id}/end", {}, **OTHER))
-        answers.append(await api.post(f"agent_sessions/{session_id}/reward", {"reward": 1}, **OTHER))
-        return [(answer.status_code, answer.json() | {"request_id": ""}) for answer in answers]
-
-    of_owner, of_none = await asked(session), await asked("nothing")
-    assert of_owner == of_none
-    assert {status for status, _ in of_owner} == {404}
-    shown = await get(api, f"/{session}")
-    assert (shown["state"], shown["reward"]) == ("open", None)
-
-
 @ON_BOTH_SLOWLY
 async def test_an_ended_session_stays_ended_and_can_be_rewarded_and_read(api: Api) -> None:
     session = await forked(api)
@@ -237,23 +220,6 @@ async def test_an_agent_of_an_ended_session_is_told_that_it_has_ended(api: Api) 
     answer = await api.http.post("/v1/chat/completions", json=chat, headers={"X-API-Key": made["key"]})
     assert answer.status_code == 403
     assert answer.json()["error"]["code"] == "agent_session_ended"
-
-
-@ON_BOTH_SLOWLY
-async def test_each_sampled_token_is_trained_once_over_the_rows_of_a_trajectory(api: Api) -> None:
-    session = await forked(api)
-    await api.post(f"agent_sessions/{session}/reward", {"reward": 2.0})
-    page = await get(api, f"/{session}/trajectory")
-    assert (page["total"], page["next_offset"]) == (2, None)
-    trained = [sum(row["loss_fn_inputs"]["mask"]["data"]) for row in page["rows"]]
-    assert trained == [12, 4], "of t1, which both rows have, the first trains"
-    lengths = [len(row["model_input"]["chunks"][0]["tokens"]) for row in page["rows"]]
-    assert lengths == [20, 13]
-    for row in page["rows"]:
-        mask, advantages = (row["loss_fn_inputs"][name]["data"] for name in ("mask", "advantages"))
-        assert advantages == [2.0 * each for each in mask], "the reward, if nothing else is asked for"
-    other = await get(api, f"/{session}/trajectory?advantage=-0.5")
-    assert set(other["rows"][0]["loss_fn_inputs"]["advantages"]["data"]) == {0.0, -0.5}
 
 
 async def test_a_trajectory_is_read_in_pages_and_each_page_knows_what_earlier_ones_train(api: Api) -> None:

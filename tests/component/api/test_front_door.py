@@ -22,13 +22,13 @@ from fake_upstream import FakeUpstream
 from sqlalchemy import insert, select, text
 
 from skyrl import __version__
+from skyrl.api import served
 from skyrl.api.bodies import SMALL_BYTES
+from skyrl.api.served import Readiness
 from skyrl.api.server import open_services
 from skyrl.base.config.loading import load_config
 from skyrl.runtime.processes.host_resources import SPARE_DISK_BYTES
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.api import served
-from skyrl.api.served import Readiness
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import DatabaseError

@@ -17,10 +17,10 @@ from sqlalchemy.exc import TimeoutError as NoConnectionFree
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from skyrl.base.wire.errors import InvalidToken, NotFound, OverQuota, RequestError
 from skyrl.api.app import create_app
 from skyrl.api.call import Body, Call, Hook, Route
 from skyrl.api.table import MAX_REQUEST_ID, HttpTable, RequestIds
+from skyrl.base.wire.errors import InvalidToken, NotFound, OverQuota, RequestError
 from skyrl.runtime.processes.logs import LineFormat
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
 from skyrl.storage.db import keys as key_rows

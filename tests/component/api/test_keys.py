@@ -16,9 +16,9 @@ import skyrl.api.server
 from skyrl.api.access import tenant_of_key, user_urn
 from skyrl.storage.db import keys as key_rows
 from skyrl.storage.db.database import Database
-from tests.postgres_server import ON_BOTH_SLOWLY
 from skyrl.storage.db.keys import SCOPES, ApiKey, Scope, api_keys
 from skyrl.storage.db.row_caches import Keys
+from tests.postgres_server import ON_BOTH_SLOWLY
 
 pytestmark = ON_BOTH_SLOWLY
 

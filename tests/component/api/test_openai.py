@@ -31,17 +31,14 @@ from openai_requests import (
     refusal,
     save,
 )
-from sqlalchemy import delete, select
+from sqlalchemy import select
 
 from skyrl.api.table import BodyMemoryHook
 from skyrl.base.tiny import tools
 from skyrl.inference import features
 from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
-from skyrl.storage.db import keys
 from skyrl.storage.db import quotas as quota_rows
-from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.engine_state import publish_url
 from skyrl.storage.db.futures import futures
 from skyrl.storage.db.usage import UsageKind
 
@@ -264,13 +261,6 @@ async def test_a_checkpoint_of_another_base_is_a_400_that_names_the_model(api: A
         assert refusal(await ask(api, PROMPT | {"model": name})) == (400, "model", None)
 
 
-async def test_a_checkpoint_is_not_served_after_its_deletion(api: Api, database: Database) -> None:
-    save(database)
-    assert (await ask(api, PROMPT | {"model": PATH})).status_code == 200
-    database.write(lambda c: c.execute(delete(checkpoints)))
-    assert refusal(await ask(api, PROMPT | {"model": PATH})) == (404, "model", "model_not_found")
-
-
 # Turns and bounds
 
 
@@ -446,24 +436,9 @@ async def test_errors_that_no_handler_makes_have_openais_shape_too(
         assert "secret" not in broken.text
 
 
-async def test_a_key_without_the_scope_is_refused_in_openais_shape(serve: Serve, database: Database) -> None:
-    text, _ = database.write(lambda c: keys.create(c, tenant=None, name="k", scopes=("train",), expires_at=None))
-    async with serve(api_keys="managed") as api:
-        refused = await ask(api, PROMPT, **{"X-API-Key": text})
-    assert refusal(refused) == (403, None, "insufficient_permissions")
-
-
 async def test_a_server_that_colocates_says_that_it_serves_no_completions(serve: Serve) -> None:
     async with serve(backend_config={"trainer": {"placement": {"colocate_all": True}}}) as api:
         assert api.services.served[0].openai is None
         refused = await ask(api, PROMPT)
         assert (await api.http.get("/v1/models")).status_code == 200
     assert refusal(refused) == (501, None, None)
-
-
-async def test_requests_wait_for_the_engine_to_publish(api: Api, upstream: FakeUpstream, database: Database) -> None:
-    database.write(lambda c: publish_url(c, None))
-    running = asyncio.create_task(ask(api, PROMPT))
-    await until(lambda: len(api.services.openai_in_flight) == 1)
-    database.write(lambda c: publish_url(c, upstream.url))
-    assert (await running).status_code == 200

@@ -11,8 +11,8 @@ from fake_upstream import FakeUpstream, error
 from sqlalchemy import select, update
 
 from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights
-from skyrl.storage.db import adapter_versions
 from skyrl.storage.checkpoint_store.versions import version_directory, version_location
+from skyrl.storage.db import adapter_versions
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_state_dir

@@ -16,7 +16,6 @@ from engine_harness import Harness, Trainer, files_in, harness_in, until
 from fake_upstream import fake_upstream
 from full_servers import Server
 from replicas import group_of, replica_at
-from sqlalchemy import select
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.types.requests import Kind
@@ -280,15 +279,6 @@ async def test_a_checkpoint_begins_a_model_whose_place_has_just_become_free(worl
     await ending
     assert dropped.is_set()
     assert await second.state() == expected
-
-
-async def test_rows_of_full_models_are_as_the_wire_has_them(world: World) -> None:
-    trainer = await whole_model(world)
-    await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
-    (row,) = world.harness.checkpoint_rows(trainer.model_id)
-    assert (row.lora_rank, row.weights) == (0, FullWeights.of(trainer.model_id, 1))
-    query = select(full_weights.samplers.c.id)
-    assert world.harness.database.read(lambda c: c.execute(query).all()) == []
 
 
 SAVE = Kind.SAVE_WEIGHTS_FOR_SAMPLER
