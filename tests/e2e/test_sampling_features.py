@@ -156,46 +156,6 @@ def test_one_request_returns_all_values_for_a_prompt(models: dict[str, Model], p
     close(drawn.logprobs.to_numpy(), np.take_along_axis(logprobs, tokens, 1))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_sequences_and_prompt_values_of_one_request_are_independent(
-    models: dict[str, Model], prompt: list[int], name: str
-) -> None:
-    """The values for the prompt do not depend on `num_samples`, and the sequences do not depend on the values requested
-    for the prompt."""
-    model, params = models[name], {"max_tokens": 12, "seed": 11}
-    ids = dense(random_ids(len(prompt) - 1, 2))
-    asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 5, "prompt_alt_tokens_k": 3}
-    both = model.sample(prompt, 4, params, target_prompt_logprobs=ids, **asked)
-    alone = model.sample(prompt, 4, params)
-    one = model.sample(prompt, 1, params, target_prompt_logprobs=ids, **asked)
-
-    assert [sequence.tokens for sequence in both.sequences] == [sequence.tokens for sequence in alone.sequences]
-    for sequence, expected in zip(both.sequences, alone.sequences, strict=True):
-        close(sequence.logprobs, expected.logprobs)
-        assert sequence.stop_reason == expected.stop_reason
-    assert both.prompt_logprobs is not None
-    assert one.prompt_logprobs is not None
-    close(both.prompt_logprobs[1:], one.prompt_logprobs[1:])
-    assert both.topk_prompt_logprobs is not None
-    assert one.topk_prompt_logprobs is not None
-    assert [[t for t, _ in row or []] for row in both.topk_prompt_logprobs] == [
-        [t for t, _ in row or []] for row in one.topk_prompt_logprobs
-    ]
-    for given, expected in (
-        (both.target_prompt_logprobs, one.target_prompt_logprobs),
-        (
-            both.prompt_alt_tokens and both.prompt_alt_tokens.logprobs,
-            one.prompt_alt_tokens and one.prompt_alt_tokens.logprobs,
-        ),
-    ):
-        assert given is not None
-        assert expected is not None
-        close(given.to_numpy(), expected.to_numpy())
-    assert both.prompt_alt_tokens is not None
-    assert one.prompt_alt_tokens is not None
-    assert both.prompt_alt_tokens.tokens.tolist() == one.prompt_alt_tokens.tokens.tolist()
-
-
 def test_the_adapters_of_these_tests_differ_much(models: dict[str, Model], prompt: list[int]) -> None:
     """If the adapters were alike, the comparisons with the references would prove nothing."""
     scores = [models[name].reference.of_tokens(prompt) for name in MODELS]

@@ -17,7 +17,6 @@ from openai_requests import (
     PATH,
     PROMPT,
     RUN,
-    TOTAL,
     TWO,
     USAGE,
     Connection,
@@ -278,40 +277,6 @@ async def test_requests_of_a_tenant_that_has_waiting_ones_come_after_those_of_an
     *own, other = [request.json["priority"] for request in upstream.completions]
     assert own == sorted(own)
     assert other < own[1]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_another_tenants_request_comes_where_the_replica_is_that_is_behind(
-    api: Api, upstream: FakeUpstream, stream: bool
-) -> None:
-    """Of three requests, one replica has answered the first, and another one the last."""
-    replicas = {0: "http://behind", 2: "http://ahead"}
-
-    async def answer(request: Received, writer: asyncio.StreamWriter) -> None:
-        replica = replicas.get(request.json["seed"])
-        if replica is None:
-            await never(request, writer)
-        elif stream:
-            await events(piece("hi", 2, "stop"), TOTAL, replica=replica)(request, writer)
-        else:
-            await reply(200, answer_of(request), X_Skyrl_Worker=replica)(request, writer)
-
-    go = asyncio.Event()
-    upstream.default = after(go, answer)
-    mine = []
-    for number in range(3):
-        mine.append(asyncio.create_task(ask(api, PROMPT | {"seed": number, "stream": stream})))
-        await upstream.until(lambda server, busy=number + 1: server.busy == busy)
-    go.set()
-    first, between, last = mine
-    assert [answered.status_code for answered in await asyncio.gather(first, last)] == [200, 200]
-    theirs = asyncio.create_task(ask(api, PROMPT | {"seed": 3}, **{"X-API-Key": "tml-two"}))
-    await upstream.until(lambda server: len(server.completions) == 4)
-    for waiting in (between, theirs):
-        waiting.cancel()
-    await asyncio.gather(between, theirs, return_exceptions=True)
-    *own, other = [request.json["priority"] for request in upstream.completions]
-    assert other == own[0] < own[1]
 
 
 async def test_a_request_above_the_bounds_of_the_process_is_a_429(serve: Serve, upstream: FakeUpstream) -> None:

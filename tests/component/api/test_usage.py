@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
 from api_harness import BASE, Api, Serve, session_of
-from engine_harness import Harness, Trainer, data, harness_in
+from engine_harness import Harness, Trainer, data
 from fake_upstream import FakeUpstream, complete, error
 from sqlalchemy import insert, select
 from sqlalchemy.exc import OperationalError
@@ -220,13 +219,6 @@ async def test_current_storage_is_reported_by_project(api: Api, database: Databa
 
 
 # Training
-
-
-@pytest.fixture
-async def harness(tmp_path: Path) -> Any:
-    async with harness_in(tmp_path / "state") as running:
-        await running.start()
-        yield running
 
 
 def amounts(harness: Harness, session: str) -> dict[str, float]:

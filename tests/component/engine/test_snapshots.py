@@ -31,12 +31,12 @@ AT_ONCE_S = 1e-9
 
 
 @pytest.fixture
-async def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
+async def due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
     """A harness in which every model is due for a snapshot as soon as it has run a command."""
     monkeypatch.setattr(engine_snapshots, "OVERDUE_S", 0.0)
-    async with harness_in(tmp_path / "state", snapshot_interval_s=AT_ONCE_S) as harness:
-        await harness.start()
-        yield harness
+    async with harness_in(tmp_path / "state", snapshot_interval_s=AT_ONCE_S) as due:
+        await due.start()
+        yield due
 
 
 async def forward(trainer: Trainer, seed: int, seq_id: int | None = None) -> dict[str, Any]:
@@ -71,58 +71,58 @@ async def test_the_bodies_of_forward_passes_are_deleted(
 ) -> None:
     monkeypatch.setattr(engine_snapshots, "OVERDUE_S", 0.0)
     flags = {"snapshot_interval_s": AT_ONCE_S, "database_url": migrated_url}
-    async with harness_in(tmp_path / "state", **flags) as harness:
-        await harness.start()
-        trainer = await Trainer.create(harness)
+    async with harness_in(tmp_path / "state", **flags) as due:
+        await due.start()
+        trainer = await Trainer.create(due)
         before = [await forward(trainer, seed) for seed in range(3)]
-        await wait_for_snapshot(harness, trainer)
-        delete_ended_commands(harness)
-        assert numbers(harness, trainer.model_id) == []
-        await harness.crash()
-        await harness.start()
+        await wait_for_snapshot(due, trainer)
+        delete_ended_commands(due)
+        assert numbers(due, trainer.model_id) == []
+        await due.crash()
+        await due.start()
         assert [await forward(trainer, seed) for seed in range(3)] == before
-        await wait_for_snapshot(harness, trainer)
+        await wait_for_snapshot(due, trainer)
         request = NewRequest(
             Kind.FORWARD, "tenant", trainer.session.id, b"{}", model_id=trainer.model_id, numbered=True
         )
-        await harness.store.record(request)
-        assert numbers(harness, trainer.model_id)[-1] == trainer.seq_id + 1, "the numbers continue"
+        await due.store.record(request)
+        assert numbers(due, trainer.model_id)[-1] == trainer.seq_id + 1, "the numbers continue"
 
 
-async def test_an_unchanged_model_is_not_saved_again(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = await Trainer.create(harness)
+async def test_an_unchanged_model_is_not_saved_again(due: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = await Trainer.create(due)
     await trainer.step(1)
-    await wait_for_snapshot(harness, trainer)
-    (first,) = snapshots(harness, trainer.model_id)
+    await wait_for_snapshot(due, trainer)
+    (first,) = snapshots(due, trainer.model_id)
     contents, inodes = files_in(first), {file.name: file.stat().st_ino for file in first.iterdir()}
     state = await trainer.state()
     written: list[str] = []
-    save_snapshot = harness.backend.save_snapshot
+    save_snapshot = due.backend.save_snapshot
 
     def noting(model_id: str, directory: Path) -> None:
         written.append(model_id)
         save_snapshot(model_id, directory)
 
     with monkeypatch.context() as patched:
-        patched.setattr(harness.backend, "save_snapshot", noting)
+        patched.setattr(due.backend, "save_snapshot", noting)
         await forward(trainer, 1)
-        await wait_for_snapshot(harness, trainer)
+        await wait_for_snapshot(due, trainer)
         assert written == []
-    (second,) = snapshots(harness, trainer.model_id)
+    (second,) = snapshots(due, trainer.model_id)
     assert files_in(second) == contents
     assert {file.name: file.stat().st_ino for file in second.iterdir()} == inodes
-    await harness.crash()
-    await harness.start()
+    await due.crash()
+    await due.start()
     assert await trainer.state() == state
     await forward(trainer, 2)  # also after a snapshot of an earlier engine
-    await wait_for_snapshot(harness, trainer)
-    assert files_in(snapshots(harness, trainer.model_id)[0]) == contents
+    await wait_for_snapshot(due, trainer)
+    assert files_in(snapshots(due, trainer.model_id)[0]) == contents
     await trainer.step(2)
-    await wait_for_snapshot(harness, trainer)
-    assert files_in(snapshots(harness, trainer.model_id)[0]) != contents
+    await wait_for_snapshot(due, trainer)
+    assert files_in(snapshots(due, trainer.model_id)[0]) != contents
 
 
-async def test_a_snapshot_holds_a_gradient_that_no_step_has_used(harness: Harness, tmp_path: Path) -> None:
+async def test_a_snapshot_holds_a_gradient_that_no_step_has_used(due: Harness, tmp_path: Path) -> None:
     async with harness_in(tmp_path / "undisturbed") as steady:
         await steady.start()
         alone = await Trainer.create(steady)
@@ -130,23 +130,23 @@ async def test_a_snapshot_holds_a_gradient_that_no_step_has_used(harness: Harnes
             await alone.result(await alone.forward_backward(seed))
         await alone.result(await alone.optim_step())
         expected = await alone.state()
-    trainer = await Trainer.create(harness)
+    trainer = await Trainer.create(due)
     for seed in (1, 2, 3):
         await trainer.result(await trainer.forward_backward(seed))
-        await wait_for_snapshot(harness, trainer)
-        delete_ended_commands(harness)
-        assert numbers(harness, trainer.model_id) == [], "the snapshot holds the gradient, so its commands may go"
-        await harness.crash()
-        await harness.start()
+        await wait_for_snapshot(due, trainer)
+        delete_ended_commands(due)
+        assert numbers(due, trainer.model_id) == [], "the snapshot holds the gradient, so its commands may go"
+        await due.crash()
+        await due.start()
     await trainer.result(await trainer.optim_step())
     assert await trainer.state() == expected
 
 
 async def test_a_failed_snapshot_is_tried_later_and_stops_nothing(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    due: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = await Trainer.create(harness)
-    await wait_for_snapshot(harness, trainer)
+    trainer = await Trainer.create(due)
+    await wait_for_snapshot(due, trainer)
     tries = 0
 
     def full(*_: object) -> None:
@@ -155,21 +155,21 @@ async def test_a_failed_snapshot_is_tried_later_and_stops_nothing(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(harness.backend, "save_snapshot", full)
+        patched.setattr(due.backend, "save_snapshot", full)
         await trainer.result(await trainer.forward_backward(1))
         await until(lambda: tries > 1)
         assert "has no snapshot at command 2" in caplog.text
         await trainer.result(await trainer.forward_backward(2))
-    await wait_for_snapshot(harness, trainer)
+    await wait_for_snapshot(due, trainer)
 
 
-async def test_a_closed_or_failed_model_gets_no_snapshot(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
-    failed, closed = await Trainer.create(harness, rank=1000), await Trainer.create(harness)
+async def test_a_closed_or_failed_model_gets_no_snapshot(due: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    failed, closed = await Trainer.create(due, rank=1000), await Trainer.create(due)
     await failed.fails(Kind.OPTIM_STEP)
-    await wait_for_snapshot(harness, closed)
-    await harness.end(closed.session)
-    await until(lambda: not harness.snapshots.overdue())
-    await until(lambda: snapshots(harness, closed.model_id) == snapshots(harness, failed.model_id) == [])
+    await wait_for_snapshot(due, closed)
+    await due.end(closed.session)
+    await until(lambda: not due.snapshots.overdue())
+    await until(lambda: snapshots(due, closed.model_id) == snapshots(due, failed.model_id) == [])
     assert "has no snapshot" not in caplog.text
 
 
