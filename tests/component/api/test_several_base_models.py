@@ -197,7 +197,7 @@ SENTENCE = (
 
 
 @pytest.fixture
-async def api(shared: Database, tmp_path: Path, upstreams: dict[str, FakeUpstream]) -> AsyncIterator[Api]:
+async def tokenized(shared: Database, tmp_path: Path, upstreams: dict[str, FakeUpstream]) -> AsyncIterator[Api]:
     """Student and teacher have one tokenizer, the judge has another."""
     judge = {"base_model": JUDGE, "uses": ["sample"], "external_inference_url": upstreams[JUDGE].url}
     entries: list[dict[str, Any]] = []
@@ -229,31 +229,31 @@ def note_of(answer: httpx.Response) -> str | None:
     return answer.headers.get("x-deprecation-note")
 
 
-async def test_whichever_comes_second_the_session_is_told(api: Api) -> None:
-    first, second = await session(api), await session(api)
-    assert await train(api, first, "student") is None
-    assert await sample(api, first, JUDGE) == SENTENCE
-    assert await sample(api, second, JUDGE) is None
-    assert await train(api, second, STUDENT) == SENTENCE
+async def test_whichever_comes_second_the_session_is_told(tokenized: Api) -> None:
+    first, second = await session(tokenized), await session(tokenized)
+    assert await train(tokenized, first, "student") is None
+    assert await sample(tokenized, first, JUDGE) == SENTENCE
+    assert await sample(tokenized, second, JUDGE) is None
+    assert await train(tokenized, second, STUDENT) == SENTENCE
 
 
-async def test_a_teacher_with_the_students_tokenizer_is_no_news(api: Api) -> None:
-    mine = await session(api)
-    assert await train(api, mine, STUDENT) is None
-    assert await sample(api, mine, TEACHER) is None
-    assert await sample(api, mine, STUDENT, 1) is None
+async def test_a_teacher_with_the_students_tokenizer_is_no_news(tokenized: Api) -> None:
+    mine = await session(tokenized)
+    assert await train(tokenized, mine, STUDENT) is None
+    assert await sample(tokenized, mine, TEACHER) is None
+    assert await sample(tokenized, mine, STUDENT, 1) is None
 
 
-async def test_a_session_that_only_samples_is_told_nothing(api: Api) -> None:
-    mine = await session(api)
-    await train(api, await session(api), STUDENT)
-    assert [await sample(api, mine, name, number) for number, name in enumerate((TEACHER, JUDGE))] == [None, None]
+async def test_a_session_that_only_samples_is_told_nothing(tokenized: Api) -> None:
+    mine = await session(tokenized)
+    await train(tokenized, await session(tokenized), STUDENT)
+    assert [await sample(tokenized, mine, name, number) for number, name in enumerate((TEACHER, JUDGE))] == [None, None]
 
 
-async def test_a_token_id_outside_of_the_vocabulary_names_the_base_model(api: Api) -> None:
-    mine = await session(api)
+async def test_a_token_id_outside_of_the_vocabulary_names_the_base_model(tokenized: Api) -> None:
+    mine = await session(tokenized)
     sampler = {"session_id": mine, "sampling_session_seq_id": 0, "base_model": TEACHER}
-    teacher = (await api.post("create_sampling_session", sampler)).json()["sampling_session_id"]
+    teacher = (await tokenized.post("create_sampling_session", sampler)).json()["sampling_session_id"]
     reason = f"[0, 50), the vocabulary of {TEACHER!r}: the id may come from another base model's tokenizer"
     target = {"data": [50, 1], "dtype": "int64", "shape": [2, 1]}
     refused = {
@@ -261,9 +261,9 @@ async def test_a_token_id_outside_of_the_vocabulary_names_the_base_model(api: Ap
         f"target_prompt_logprobs: token id 50 is neither -1 nor in {reason}": {"target_prompt_logprobs": target},
     }
     for message, changes in refused.items():
-        answer = await api.post("asample", sample_body(teacher, 0, **changes))
+        answer = await tokenized.post("asample", sample_body(teacher, 0, **changes))
         assert (answer.status_code, answer.json()["detail"]) == (400, message)
-    answer = await api.http.post("/v1/completions", json={"model": TEACHER, "prompt": [999], "max_tokens": 1})
+    answer = await tokenized.http.post("/v1/completions", json={"model": TEACHER, "prompt": [999], "max_tokens": 1})
     assert answer.json()["error"]["message"].endswith(f"token id 999 is not in {reason}")
 
 

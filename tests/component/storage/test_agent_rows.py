@@ -230,13 +230,18 @@ SESSIONS = ["s1", "s2", *(f"o{number}" for number in range(20))]
 
 
 @pytest.fixture
-async def writer(database: Database) -> AsyncIterator[GroupCommitWriter]:
+async def turn_writer(database: Database) -> AsyncIterator[GroupCommitWriter]:
     """The sessions SESSIONS are open."""
     writer = GroupCommitWriter(database)
     sessions = AgentSessions(database, writer)
     await asyncio.gather(*(sessions.create(session(name), len(SESSIONS)) for name in SESSIONS))
     yield writer
     await writer.close()
+
+
+@pytest.fixture
+def kept_turns(database: Database, turn_writer: GroupCommitWriter) -> AgentTurns:
+    return AgentTurns(database, turn_writer)
 
 
 def fields(turn: AgentTurn) -> dict[str, Any]:
@@ -271,129 +276,129 @@ def full(texts: int) -> AgentTurn:
 
 
 @pytest.mark.parametrize("texts", [0, 10 * COMPRESSED_BYTES])
-async def test_a_turn_is_read_bit_for_bit_as_it_was_written(kept: AgentTurns, texts: int) -> None:
+async def test_a_turn_is_read_bit_for_bit_as_it_was_written(kept_turns: AgentTurns, texts: int) -> None:
     written = full(texts)
-    assert await kept.add(written) is written
-    [read], _ = await kept.of("s1")
+    assert await kept_turns.add(written) is written
+    [read], _ = await kept_turns.of("s1")
     assert fields(read) == fields(written)
 
 
-async def test_a_turn_of_the_version_before_is_read(kept: AgentTurns, database: Database) -> None:
+async def test_a_turn_of_the_version_before_is_read(kept_turns: AgentTurns, database: Database) -> None:
     """Its content had neither `constrained` nor `own_logprobs`, the last two of 16."""
     written = full(0)
-    await kept.add(written)
+    await kept_turns.add(written)
     stored = database.read(lambda c: c.execute(select(turns.c.content)).scalar_one())
     content = msgspec.msgpack.decode(stored[1:])
     assert content[-2:] == [b"\x60", False]
     before = stored[:1] + msgspec.msgpack.encode(content[:-2])
     database.write(lambda c: c.execute(update(turns).values(content=before)))
-    [read], _ = await kept.of("s1")
+    [read], _ = await kept_turns.of("s1")
     assert fields(read) == fields(written) | {"constrained": None, "own_logprobs": True}
 
 
-async def test_integers_of_more_than_64_bits_are_kept(kept: AgentTurns) -> None:
+async def test_integers_of_more_than_64_bits_are_kept(kept_turns: AgentTurns) -> None:
     """JSON has them, and MessagePack has not."""
     schema = {"type": "integer", "exclusiveMaximum": 2**64, "default": 1.0}
     messages = [{"role": "user", "content": "hé", "metadata": {"n": -(2**70)}}]
     written = turn(2, setting={"tools": [{"type": "function", "function": schema}]}, messages=messages)
-    assert await kept.add(written) is written
-    [read], _ = await kept.of("s1")
+    assert await kept_turns.add(written) is written
+    [read], _ = await kept_turns.of("s1")
     assert fields(read) == fields(written)
     assert repr(read.setting) == repr(written.setting)
 
 
-async def test_a_turn_without_tokens_is_kept(kept: AgentTurns) -> None:
+async def test_a_turn_without_tokens_is_kept(kept_turns: AgentTurns) -> None:
     written = turn(0, added=np.array([], np.int32))
-    await kept.add(written)
-    [read], _ = await kept.of("s1")
+    await kept_turns.add(written)
+    [read], _ = await kept_turns.of("s1")
     assert fields(read) == fields(written)
 
 
-async def test_long_texts_take_less_room(kept: AgentTurns, database: Database) -> None:
-    await kept.add(full(100 * COMPRESSED_BYTES))
+async def test_long_texts_take_less_room(kept_turns: AgentTurns, database: Database) -> None:
+    await kept_turns.add(full(100 * COMPRESSED_BYTES))
     size = database.read(lambda c: c.execute(select(func.length(turns.c.content))).scalar_one())
     assert size < COMPRESSED_BYTES
 
 
-async def test_of_the_same_answer_the_first_stored_stays(kept: AgentTurns) -> None:
+async def test_of_the_same_answer_the_first_stored_stays(kept_turns: AgentTurns) -> None:
     first = turn(1, id="t1")
     second = turn(2, id="t2")
-    assert await kept.add(first) is first
-    stored = await kept.add(second)
+    assert await kept_turns.add(first) is first
+    stored = await kept_turns.add(second)
     assert stored is not None
     assert fields(stored) == fields(first)
     for other in (turn(2, id="t3", attempt=1), turn(2, id="t4", key=b"l"), turn(2, id="t5", session_id="s2")):
-        assert await kept.add(other) is other
-    assert [each.id for each in (await kept.of("s1"))[0]] == ["t1", "t3", "t4"]
+        assert await kept_turns.add(other) is other
+    assert [each.id for each in (await kept_turns.of("s1"))[0]] == ["t1", "t3", "t4"]
 
 
-async def test_of_many_at_once_one_is_stored_and_all_get_it(kept: AgentTurns) -> None:
+async def test_of_many_at_once_one_is_stored_and_all_get_it(kept_turns: AgentTurns) -> None:
     same = [turn(1, id=f"t{number}") for number in range(20)]
     others = [turn(1, id=f"o{number}", session_id=f"o{number}") for number in range(20)]
-    got = await asyncio.gather(*map(kept.add, [each for pair in zip(same, others, strict=True) for each in pair]))
-    stored, _ = await kept.of("s1")
+    got = await asyncio.gather(*map(kept_turns.add, [each for pair in zip(same, others, strict=True) for each in pair]))
+    stored, _ = await kept_turns.of("s1")
     assert len(stored) == 1
     assert {each and each.id for each in got[::2]} == {stored[0].id}
     assert [each and each.id for each in got[1::2]] == [each.id for each in others], "one refused row refuses no other"
 
 
 async def test_a_turn_of_a_session_that_has_ended_is_not_stored(
-    kept: AgentTurns, database: Database, writer: GroupCommitWriter
+    kept_turns: AgentTurns, database: Database, turn_writer: GroupCommitWriter
 ) -> None:
-    sessions = AgentSessions(database, writer)
+    sessions = AgentSessions(database, turn_writer)
     before = turn(1, id="t1")
-    await kept.add(before)
+    await kept_turns.add(before)
     assert await sessions.end("s1", "called", 1.0)
-    assert await kept.add(turn(1, id="t2", key=b"other")) is None
-    assert await kept.add(turn(1, id="t3", session_id="s9")) is None, "nor is one of no session"
-    again = await kept.add(before)
+    assert await kept_turns.add(turn(1, id="t2", key=b"other")) is None
+    assert await kept_turns.add(turn(1, id="t3", session_id="s9")) is None, "nor is one of no session"
+    again = await kept_turns.add(before)
     assert again is not None
     assert fields(again) == fields(before), "what was stored before stays known"
-    assert [each.id for each in (await kept.of("s1"))[0]] == ["t1"]
+    assert [each.id for each in (await kept_turns.of("s1"))[0]] == ["t1"]
 
 
 async def test_of_many_turns_at_once_those_of_ended_sessions_are_refused_alone(
-    kept: AgentTurns, database: Database, writer: GroupCommitWriter
+    kept_turns: AgentTurns, database: Database, turn_writer: GroupCommitWriter
 ) -> None:
-    sessions = AgentSessions(database, writer)
+    sessions = AgentSessions(database, turn_writer)
     ended = SESSIONS[2::2]
     for name in ended:
         assert await sessions.end(name, "called", 1.0)
     written = [turn(1, id=f"t-{name}", session_id=name) for name in SESSIONS[2:]]
-    got = await asyncio.gather(*map(kept.add, written))
+    got = await asyncio.gather(*map(kept_turns.add, written))
     assert [each is None for each in got] == [name in ended for name in SESSIONS[2:]]
 
 
 async def test_turns_that_are_stored_while_their_session_ends_were_there_at_its_end(
-    kept: AgentTurns, database: Database, writer: GroupCommitWriter
+    kept_turns: AgentTurns, database: Database, turn_writer: GroupCommitWriter
 ) -> None:
     """A turn that is stored is seen by whoever was told of the end."""
-    sessions = AgentSessions(database, writer)
+    sessions = AgentSessions(database, turn_writer)
 
     async def end() -> list[str]:
         await sessions.end("s1", "called", 1.0)
-        return [each.id for each in (await kept.of("s1"))[0]]
+        return [each.id for each in (await kept_turns.of("s1"))[0]]
 
-    adding = [asyncio.create_task(kept.add(turn(1, id=f"t{n}", key=bytes([n])))) for n in range(50)]
+    adding = [asyncio.create_task(kept_turns.add(turn(1, id=f"t{n}", key=bytes([n])))) for n in range(50)]
     ending = asyncio.create_task(end())
-    adding += [asyncio.create_task(kept.add(turn(1, id=f"t{n}", key=bytes([n])))) for n in range(50, 100)]
+    adding += [asyncio.create_task(kept_turns.add(turn(1, id=f"t{n}", key=bytes([n])))) for n in range(50, 100)]
     stored = [each.id for each in await asyncio.gather(*adding) if each is not None]
-    assert sorted(await ending) == sorted(stored) == sorted(each.id for each in (await kept.of("s1"))[0])
+    assert sorted(await ending) == sorted(stored) == sorted(each.id for each in (await kept_turns.of("s1"))[0])
 
 
-async def test_turns_come_in_their_order_and_only_those_after_a_row(kept: AgentTurns) -> None:
+async def test_turns_come_in_their_order_and_only_those_after_a_row(kept_turns: AgentTurns) -> None:
     for number in range(3):
-        await kept.add(turn(1, id=f"t{number}", key=bytes([number])))
-        await kept.add(turn(1, id=f"u{number}", key=bytes([number]), session_id="s2"))
-    found, last = await kept.of("s1")
+        await kept_turns.add(turn(1, id=f"t{number}", key=bytes([number])))
+        await kept_turns.add(turn(1, id=f"u{number}", key=bytes([number]), session_id="s2"))
+    found, last = await kept_turns.of("s1")
     assert [each.id for each in found] == ["t0", "t1", "t2"]
-    assert await kept.of("s1", last) == ([], last)
-    await kept.add(turn(1, id="t3", key=b"t3"))
-    later, newest = await kept.of("s1", last)
+    assert await kept_turns.of("s1", last) == ([], last)
+    await kept_turns.add(turn(1, id="t3", key=b"t3"))
+    later, newest = await kept_turns.of("s1", last)
     assert [each.id for each in later] == ["t3"]
     assert newest > last
-    assert await kept.of("s9") == ([], 0)
-    [(row, one), (next_row, two)] = await kept.page("s1", 0, 2)
+    assert await kept_turns.of("s9") == ([], 0)
+    [(row, one), (next_row, two)] = await kept_turns.page("s1", 0, 2)
     assert (one.id, two.id) == ("t0", "t1")
-    assert [each.id for _, each in await kept.page("s1", row, 1)] == ["t1"]
-    assert [each.id for _, each in await kept.page("s1", next_row, 9)] == ["t2", "t3"]
+    assert [each.id for _, each in await kept_turns.page("s1", row, 1)] == ["t1"]
+    assert [each.id for _, each in await kept_turns.page("s1", next_row, 9)] == ["t2", "t3"]
