@@ -1,9 +1,8 @@
 """How clients leave: they finish, fall silent, or are killed between two chunks. The server frees their rows, models
 and adapters in the database, the trainer and vLLM, and other clients notice nothing.
 
-The tests use a separate server with at most 24 samples. Its sessions expire after 20 s of silence (the SDK beats every
-10 s). All clients start at once, so that the tests wait for their ends together; the tests run in the order of this
-file.
+The server takes at most 24 samples. Its sessions expire after 20 s of silence (the SDK beats every 10 s). All clients
+start at once, so that the tests wait for their ends together; the tests run in the order of this file.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,28 +25,16 @@ import tinker
 from tinker import types
 
 from skyrl.cli.demo.server import DemoServer
-from tests.servers import SLOW_START_S
 
-from .conftest import ask, cross_entropy, greedy, train, vllm_of
-from .fault_proxy import Call, FaultProxy, Gate, busy, edited
+from ..conftest import ask, cross_entropy, greedy, train, until, vllm_of
+from ..fault_proxy import Call, FaultProxy, Gate, busy, edited
+from .conftest import SESSION_TIMEOUT_S
 
 pytestmark = pytest.mark.vllm
 
-TIMEOUT_S = 20
-MAX_PENDING = 24
-ENDED_S = 300.0
-"""Seconds until an ended session's resources must be freed. The server looks every 5 s, and the engine has other
-work."""
 KEY, OTHER_KEY = "tml-leaving", "tml-staying"
 PROMPT = [5, 6, 7, 8]
 DATA = [cross_entropy([20 + step for step in range(9)])]
-
-
-def until(condition: Callable[[], bool], within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0.1)
 
 
 @dataclass
@@ -190,15 +177,8 @@ def kill_between_chunks(server: DemoServer) -> ClientSession:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    directory = tmp_path_factory.mktemp("lifecycle")
-    config = directory / "skyrl.toml"
-    config.write_text(f"max_pending_samples = {MAX_PENDING}\n")
-    server = DemoServer(directory, "--config", str(config), "--session-timeout-s", str(TIMEOUT_S))
+def world(server: DemoServer) -> Iterator[World]:
     with ExitStack() as stack:
-        stack.callback(server.stop)
-        server.start()
-        server.wait_ready(SLOW_START_S)
         http = stack.enter_context(
             httpx.Client(base_url=f"{server.url}/api/v1/", headers={"X-API-Key": KEY}, timeout=60, trust_env=False)
         )
@@ -232,7 +212,7 @@ def test_a_finished_session_accepts_no_requests(world: World) -> None:
     sample = {"prompt": {"chunks": [{"tokens": PROMPT}]}, "sampling_params": {"max_tokens": 1}, "seq_id": 9}
     sampler = world.ask("select id from sampling_sessions where session_id = :whose", gone.session)[0]
     assert world.post("asample", sampling_session_id=sampler, **sample).status_code == 404
-    until(lambda: world.ask("select status from models where id = :whose", gone.model) == ["closed"], ENDED_S)
+    until(lambda: world.ask("select status from models where id = :whose", gone.model) == ["closed"])
     assert world.result(world.waiting) == {"error": "the session has ended", "category": "user"}
     late = world.post("optim_step", model_id=gone.model, seq_id=4)
     assert "not there any more" in world.result(late.json()["request_id"])["error"]
@@ -264,15 +244,15 @@ def test_samples_beyond_the_bound_get_429_and_all_finish(world: World) -> None:
 
 
 def test_a_silent_session_expires_and_one_with_heartbeats_stays(world: World) -> None:
-    until(lambda: world.status(world.silent) == world.status(world.killed) == "expired", ENDED_S)
+    until(lambda: world.status(world.silent) == world.status(world.killed) == "expired")
     (created_at,) = world.ask("select created_at from sessions where id = :whose", world.idle.session)
-    assert time.time() - created_at > TIMEOUT_S
+    assert time.time() - created_at > SESSION_TIMEOUT_S
     assert world.status(world.idle) == "active"
     beat = world.post("session_heartbeat", session_id=world.silent.session)
     assert beat.status_code == 410
     # The silent client comes back; each of its requests gets the reason.
     gone = world.silent
-    until(lambda: world.ask("select status from models where id = :whose", gone.model) == ["closed"], ENDED_S)
+    until(lambda: world.ask("select status from models where id = :whose", gone.model) == ["closed"])
     with pytest.raises(tinker.RequestFailedError, match="not there any more"):
         gone.trainer.optim_step(types.AdamParams()).result()
     with pytest.raises(tinker.NotFoundError, match="sampling_session_id"):
@@ -284,7 +264,7 @@ def test_a_silent_session_expires_and_one_with_heartbeats_stays(world: World) ->
 
 def test_a_client_killed_between_chunks_leaves_no_pending_requests(world: World) -> None:
     model = world.killed.model
-    until(lambda: world.ask("select status from models where id = :whose", model) == ["closed"], ENDED_S)
+    until(lambda: world.ask("select status from models where id = :whose", model) == ["closed"])
     sent = world.ask(
         "select seq_id, status, error from futures where model_id = :whose and seq_id > 2 order by 1", model
     )
@@ -299,7 +279,7 @@ def test_a_client_killed_between_chunks_leaves_no_pending_requests(world: World)
 
 def test_vllm_unloads_the_adapters_of_ended_sessions_and_keeps_the_others(world: World) -> None:
     left = {world.finished.adapter, world.killed.adapter}
-    until(lambda: not left & world.in_vllm(), ENDED_S)
+    until(lambda: not left & world.in_vllm())
     assert world.idle.adapter in world.in_vllm()
     assert greedy(world.idle.sampler, PROMPT, 4) == world.idle.first_tokens
     assert train(world.idle.trainer, DATA, 1, 1e-3)[0] > 0
@@ -310,14 +290,14 @@ def test_the_files_of_ended_sessions_are_deleted_after_the_unload(world: World) 
     gone = LocalClient(world.server.url, KEY)
     make_old(world.server, gone)
     gone.client.close("success").result()
-    until(lambda: gone.adapter not in world.in_vllm(), ENDED_S)
+    until(lambda: gone.adapter not in world.in_vllm())
     assert gone.files(world.server), "vLLM may still read the files shortly after the unload"
     for who in (world.finished, world.killed, gone):
-        until(lambda who=who: not who.files(world.server), ENDED_S)
+        until(lambda who=who: not who.files(world.server))
     assert world.idle.files(world.server)
 
 
 def test_a_tenant_that_trained_meanwhile_gets_the_same_losses_as_alone(world: World) -> None:
-    until(lambda: len(world.steady.losses) > 30, ENDED_S)
+    until(lambda: len(world.steady.losses) > 30)
     losses = world.steady.stop()
     assert world.steady.losses_alone(len(losses)) == losses

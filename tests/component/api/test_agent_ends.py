@@ -1,23 +1,31 @@
-"""Many turns of agents at once, over HTTP: branches of one session, and streams that their clients leave half-way."""
+"""When agent sessions end: while their turns run, while they are read, and when they have been idle."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_world import CHAT, Agent, Server, agent_server, user
-from api_harness import Serve
+from api_harness import BASE, Api, Serve, scrape
 from chatting_upstream import SAMPLED
 from fake_upstream import FakeUpstream
 from router_world import until
 
-from skyrl.storage.db.database import Database
+from skyrl.api.access import tenant_of_key
+from skyrl.base.types.agents import AgentLimits, AgentSession
+from skyrl.base.types.weights import BaseWeights
+from skyrl.base.wire.errors import RequestError
+from skyrl.chat.agents.live_sessions import LiveSession, RunningTurn
+from skyrl.storage.db.database import MAX_NAMED, Database
+from tests.postgres_server import ON_BOTH, ON_BOTH_SLOWLY, ON_POSTGRES
 
 BRANCHES, LIMIT = 100, 20
 STREAMS = 100
@@ -156,3 +164,152 @@ async def pages(agent: Agent, path: str) -> list[dict[str, Any]]:
         rows += page["rows"]
         offset = page["next_offset"]
     return rows
+
+
+TENANT = tenant_of_key("tml-one")
+
+
+async def created(api: Api) -> str:
+    return (await api.post("agent_sessions", {"model": BASE})).json()["session_id"]
+
+
+@asynccontextmanager
+async def read_half(
+    api: Api, session_id: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[asyncio.Task[LiveSession]]:
+    """A session that is being opened: its row is read, its turns are not. At the end it is open in memory."""
+    turns, went_on, reads = api.services.agent_turns, asyncio.Event(), []
+    of: Callable[..., Any] = turns.of
+
+    async def slow(*given: Any) -> Any:
+        reads.append(given)
+        if len(reads) == 1:
+            await went_on.wait()
+        return await of(*given)
+
+    monkeypatch.setattr(turns, "of", slow)
+    opening = asyncio.create_task(api.services.agents.live.open(session_id, TENANT))
+    await until(lambda: bool(reads))
+    yield opening
+    went_on.set()
+
+
+async def until_stored(api: Api, session_id: str) -> None:
+    """Wait until the end is in the database."""
+    find = api.services.agent_sessions.find
+    while (session := await find(session_id)) is None or session.ended_at is None:  # noqa: ASYNC110 - a row tells
+        await asyncio.sleep(0.005)
+
+
+def refused(live: LiveSession) -> None:
+    with pytest.raises(RequestError, match="has ended: it was ended by a call"):
+        live.check_open()
+
+
+@ON_BOTH
+async def test_a_session_that_ends_while_it_is_read_has_ended(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    session_id, lives = await created(api), api.services.agents.live
+    async with read_half(api, session_id, monkeypatch) as opening:
+        ending = asyncio.create_task(lives.end(session_id, "called"))
+        await until_stored(api, session_id)
+    assert await ending
+    refused(await opening)
+
+
+@ON_POSTGRES
+async def test_a_session_that_another_process_ends_while_it_is_read_has_ended(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session_id, lives = await created(api), api.services.agents.live
+    async with read_half(api, session_id, monkeypatch) as opening:
+        assert await api.services.agent_sessions.end(session_id, "called", time.time())
+        told = asyncio.create_task(lives.look_again(session_id))
+        await asyncio.sleep(0)
+    await told
+    refused(await opening)
+
+
+@ON_POSTGRES
+async def test_a_turn_that_is_planned_when_another_process_ends_its_session_does_not_begin(api: Api) -> None:
+    session_id, lives = await created(api), api.services.agents.live
+    live = await lives.open(session_id, TENANT)  # the turn is planned from here to its second `check_open`
+    assert await api.services.agent_sessions.end(session_id, "called", time.time())
+    await lives.look_again(session_id)
+    refused(live)
+
+
+LONG_S = 1_000.0
+
+
+async def opened(api: Api) -> LiveSession:
+    answer = await api.post("agent_sessions", {"model": BASE, "limits": {"idle_s": LONG_S / 2}})
+    return await api.services.agents.live.open(answer.json()["session_id"], tenant_of_key("tml-one"))
+
+
+async def create(api: Api, session_id: str, *, created_at: float, used_at: float) -> None:
+    session = AgentSession(
+        id=session_id,
+        tenant="one",
+        name="",
+        model=BASE,
+        base_model=BASE,
+        weights=BaseWeights(),
+        follows="pinned",
+        limits=AgentLimits(turns=9, tokens=9, seconds=LONG_S / 2, idle_s=LONG_S / 2),
+        created_at=created_at,
+        used_at=used_at,
+    )
+    assert await api.services.agent_sessions.create(session, 10 * MAX_NAMED)
+
+
+async def used_at(api: Api, live: LiveSession) -> float:
+    await api.services.agent_sessions.write_uses()
+    found = await api.services.agent_sessions.find(live.session.id)
+    assert found is not None
+    assert found.end_reason is None
+    return found.used_at
+
+
+@ON_BOTH_SLOWLY
+async def test_a_session_is_in_use_while_its_turn_runs(api: Api) -> None:
+    live = await opened(api)
+    await used_at(api, live)
+    live.used_at = time.time() - LONG_S
+    before = time.time()
+    await api.services.agents.live.note_running()
+    assert await used_at(api, live) < before, "no turn runs"
+    turn = RunningTurn("t1", None, tokens=1, n=1, streams=False)
+    live.running.append(turn)
+    await api.services.agents.live.note_running()
+    live.running.remove(turn)
+    assert await used_at(api, live) >= before
+    assert live.used_at >= before, "the next request comes after the turn, not after its beginning"
+
+
+@ON_POSTGRES
+async def test_an_answer_of_another_process_counts_as_use(api: Api) -> None:
+    live = await opened(api)
+    await used_at(api, live)  # as another process writes it
+    live.used_at = time.time() - LONG_S
+    await api.services.agents.live.open(live.session.id, live.session.tenant)
+    await used_at(api, live)
+
+
+@ON_BOTH_SLOWLY
+async def test_sessions_that_end_unasked_are_counted_once_by_reason(api: Api) -> None:
+    now, old = time.time(), MAX_NAMED + 3
+    for number in range(old):
+        await create(api, f"old{number}", created_at=now - LONG_S, used_at=now)
+    await create(api, "idle", created_at=now, used_at=now - LONG_S)
+    await create(api, "open", created_at=now, used_at=now)
+    before = await scrape(api)
+    for _ in range(2):
+        await api.services.agents.live.end_over()
+    after = await scrape(api)
+    counted = {
+        name: after[name] - before[name] for name in after if name.startswith("skyrl_agent_sessions_ended_total")
+    }
+    by_reason = {name.partition("reason=")[2].rstrip("}"): number for name, number in counted.items() if number}
+    assert by_reason == {"time": old, "idle": 1}
+    left, _ = await api.services.agent_sessions.page("one", 9, 0, "open")
+    assert [session.id for session, _ in left] == ["open"]

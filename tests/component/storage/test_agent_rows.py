@@ -1,21 +1,25 @@
-"""Agent sessions in the database: of one tenant, bounded in number, ended once, and deleted some time after that."""
+"""Agent sessions and their turns in the database: of one tenant, bounded, exact, each once, and deleted some time after
+the end."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from one_turn import LIMITS, NOW, session, turn
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 
+from skyrl.base.types.agents import AgentTurn, VersionSpan
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.storage.db import agents as rows
-from skyrl.storage.db.agents import AgentSessions, AgentTurns, Counts, turns
+from skyrl.storage.db.agents import COMPRESSED_BYTES, AgentSessions, AgentTurns, Counts, turns
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.retention import Retention
@@ -214,3 +218,187 @@ async def test_weights_of_open_pinned_sessions_are_named(sessions: AgentSessions
     assert named() == [adapter]
     await sessions.end("a", "called", NOW)
     assert named() == []
+
+
+LARGE_ID = 2**31 - 1
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1.0, "b": "\\u0000é"}'}}
+LOGPROBS = np.array([-0.0, -1e-45, -np.inf, np.float32(-0.1)], np.float32)
+"""Among them the smallest float32 and one whose decimal digits are not exact."""
+
+
+SESSIONS = ["s1", "s2", *(f"o{number}" for number in range(20))]
+
+
+@pytest.fixture
+async def turn_writer(database: Database) -> AsyncIterator[GroupCommitWriter]:
+    """The sessions SESSIONS are open."""
+    writer = GroupCommitWriter(database)
+    sessions = AgentSessions(database, writer)
+    await asyncio.gather(*(sessions.create(session(name), len(SESSIONS)) for name in SESSIONS))
+    yield writer
+    await writer.close()
+
+
+@pytest.fixture
+def kept_turns(database: Database, turn_writer: GroupCommitWriter) -> AgentTurns:
+    return AgentTurns(database, turn_writer)
+
+
+def fields(turn: AgentTurn) -> dict[str, Any]:
+    """All fields, with arrays as type and bytes: equal only if every bit is."""
+    return {
+        name: (value.dtype, value.tobytes()) if isinstance(value := getattr(turn, name), np.ndarray) else value
+        for name in AgentTurn.__dataclass_fields__
+    }
+
+
+def full(texts: int) -> AgentTurn:
+    """A turn with a value in every field, and messages of about `texts` characters."""
+    return turn(
+        4,
+        "user_changed",
+        forked_at=2,
+        parent="t0",
+        key=bytes(range(256)),
+        attempt=3,
+        messages=[{"role": "user", "content": "a\u0000b\U0001f600" + "x" * texts}, {"role": "tool", "content": None}],
+        setting={"tools": [{"type": "function"}], "chat_template_kwargs": {"n": 1.0, "m": 1, "big": 2**63}},
+        added=np.array([0, LARGE_ID], np.int32),
+        logprobs=LOGPROBS,
+        versions=(VersionSpan(0, "v1"), VersionSpan(3, "v2")),
+        answer={"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [CALL]},
+        finish_reason="tool_calls",
+        stop_reason=151_645,
+        routed_experts=b"\x93NUMPY\x00\xff",
+        constrained=np.array([False, True, True, False]),
+        own_logprobs=False,
+    )
+
+
+@pytest.mark.parametrize("texts", [0, 10 * COMPRESSED_BYTES])
+async def test_a_turn_is_read_bit_for_bit_as_it_was_written(kept_turns: AgentTurns, texts: int) -> None:
+    written = full(texts)
+    assert await kept_turns.add(written) is written
+    [read], _ = await kept_turns.of("s1")
+    assert fields(read) == fields(written)
+
+
+async def test_a_turn_of_the_version_before_is_read(kept_turns: AgentTurns, database: Database) -> None:
+    """Its content had neither `constrained` nor `own_logprobs`, the last two of 16."""
+    written = full(0)
+    await kept_turns.add(written)
+    stored = database.read(lambda c: c.execute(select(turns.c.content)).scalar_one())
+    content = msgspec.msgpack.decode(stored[1:])
+    assert content[-2:] == [b"\x60", False]
+    before = stored[:1] + msgspec.msgpack.encode(content[:-2])
+    database.write(lambda c: c.execute(update(turns).values(content=before)))
+    [read], _ = await kept_turns.of("s1")
+    assert fields(read) == fields(written) | {"constrained": None, "own_logprobs": True}
+
+
+async def test_integers_of_more_than_64_bits_are_kept(kept_turns: AgentTurns) -> None:
+    """JSON has them, and MessagePack has not."""
+    schema = {"type": "integer", "exclusiveMaximum": 2**64, "default": 1.0}
+    messages = [{"role": "user", "content": "hé", "metadata": {"n": -(2**70)}}]
+    written = turn(2, setting={"tools": [{"type": "function", "function": schema}]}, messages=messages)
+    assert await kept_turns.add(written) is written
+    [read], _ = await kept_turns.of("s1")
+    assert fields(read) == fields(written)
+    assert repr(read.setting) == repr(written.setting)
+
+
+async def test_a_turn_without_tokens_is_kept(kept_turns: AgentTurns) -> None:
+    written = turn(0, added=np.array([], np.int32))
+    await kept_turns.add(written)
+    [read], _ = await kept_turns.of("s1")
+    assert fields(read) == fields(written)
+
+
+async def test_long_texts_take_less_room(kept_turns: AgentTurns, database: Database) -> None:
+    await kept_turns.add(full(100 * COMPRESSED_BYTES))
+    size = database.read(lambda c: c.execute(select(func.length(turns.c.content))).scalar_one())
+    assert size < COMPRESSED_BYTES
+
+
+async def test_of_the_same_answer_the_first_stored_stays(kept_turns: AgentTurns) -> None:
+    first = turn(1, id="t1")
+    second = turn(2, id="t2")
+    assert await kept_turns.add(first) is first
+    stored = await kept_turns.add(second)
+    assert stored is not None
+    assert fields(stored) == fields(first)
+    for other in (turn(2, id="t3", attempt=1), turn(2, id="t4", key=b"l"), turn(2, id="t5", session_id="s2")):
+        assert await kept_turns.add(other) is other
+    assert [each.id for each in (await kept_turns.of("s1"))[0]] == ["t1", "t3", "t4"]
+
+
+async def test_of_many_at_once_one_is_stored_and_all_get_it(kept_turns: AgentTurns) -> None:
+    same = [turn(1, id=f"t{number}") for number in range(20)]
+    others = [turn(1, id=f"o{number}", session_id=f"o{number}") for number in range(20)]
+    got = await asyncio.gather(*map(kept_turns.add, [each for pair in zip(same, others, strict=True) for each in pair]))
+    stored, _ = await kept_turns.of("s1")
+    assert len(stored) == 1
+    assert {each and each.id for each in got[::2]} == {stored[0].id}
+    assert [each and each.id for each in got[1::2]] == [each.id for each in others], "one refused row refuses no other"
+
+
+async def test_a_turn_of_a_session_that_has_ended_is_not_stored(
+    kept_turns: AgentTurns, database: Database, turn_writer: GroupCommitWriter
+) -> None:
+    sessions = AgentSessions(database, turn_writer)
+    before = turn(1, id="t1")
+    await kept_turns.add(before)
+    assert await sessions.end("s1", "called", 1.0)
+    assert await kept_turns.add(turn(1, id="t2", key=b"other")) is None
+    assert await kept_turns.add(turn(1, id="t3", session_id="s9")) is None, "nor is one of no session"
+    again = await kept_turns.add(before)
+    assert again is not None
+    assert fields(again) == fields(before), "what was stored before stays known"
+    assert [each.id for each in (await kept_turns.of("s1"))[0]] == ["t1"]
+
+
+async def test_of_many_turns_at_once_those_of_ended_sessions_are_refused_alone(
+    kept_turns: AgentTurns, database: Database, turn_writer: GroupCommitWriter
+) -> None:
+    sessions = AgentSessions(database, turn_writer)
+    ended = SESSIONS[2::2]
+    for name in ended:
+        assert await sessions.end(name, "called", 1.0)
+    written = [turn(1, id=f"t-{name}", session_id=name) for name in SESSIONS[2:]]
+    got = await asyncio.gather(*map(kept_turns.add, written))
+    assert [each is None for each in got] == [name in ended for name in SESSIONS[2:]]
+
+
+async def test_turns_that_are_stored_while_their_session_ends_were_there_at_its_end(
+    kept_turns: AgentTurns, database: Database, turn_writer: GroupCommitWriter
+) -> None:
+    """A turn that is stored is seen by whoever was told of the end."""
+    sessions = AgentSessions(database, turn_writer)
+
+    async def end() -> list[str]:
+        await sessions.end("s1", "called", 1.0)
+        return [each.id for each in (await kept_turns.of("s1"))[0]]
+
+    adding = [asyncio.create_task(kept_turns.add(turn(1, id=f"t{n}", key=bytes([n])))) for n in range(50)]
+    ending = asyncio.create_task(end())
+    adding += [asyncio.create_task(kept_turns.add(turn(1, id=f"t{n}", key=bytes([n])))) for n in range(50, 100)]
+    stored = [each.id for each in await asyncio.gather(*adding) if each is not None]
+    assert sorted(await ending) == sorted(stored) == sorted(each.id for each in (await kept_turns.of("s1"))[0])
+
+
+async def test_turns_come_in_their_order_and_only_those_after_a_row(kept_turns: AgentTurns) -> None:
+    for number in range(3):
+        await kept_turns.add(turn(1, id=f"t{number}", key=bytes([number])))
+        await kept_turns.add(turn(1, id=f"u{number}", key=bytes([number]), session_id="s2"))
+    found, last = await kept_turns.of("s1")
+    assert [each.id for each in found] == ["t0", "t1", "t2"]
+    assert await kept_turns.of("s1", last) == ([], last)
+    await kept_turns.add(turn(1, id="t3", key=b"t3"))
+    later, newest = await kept_turns.of("s1", last)
+    assert [each.id for each in later] == ["t3"]
+    assert newest > last
+    assert await kept_turns.of("s9") == ([], 0)
+    [(row, one), (next_row, two)] = await kept_turns.page("s1", 0, 2)
+    assert (one.id, two.id) == ("t0", "t1")
+    assert [each.id for _, each in await kept_turns.page("s1", row, 1)] == ["t1"]
+    assert [each.id for _, each in await kept_turns.page("s1", next_row, 9)] == ["t2", "t3"]
