@@ -28,7 +28,7 @@ from skyrl.sampling.base_model import job_for
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.gate import SamplingGate
 from skyrl.sampling.metrics import SampleMetrics
-from skyrl.sampling.pictures import is_text, place_stored
+from skyrl.sampling.pictures import place_stored
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.samplers import find_sampler
@@ -154,7 +154,7 @@ class ColocatedSampler:
                 raise FailedRequest("sampling_session_id: the sampling session was closed")
             request = decode_json(SampleRequest, body)
             pictures = None
-            if not is_text(request.prompt):
+            if not request.prompt.is_text:
                 pictures = await place_stored(request, self._database, self._sight, command.tenant)
             job = job_for(request, command.request_id, sampler, self._limits, self._base_name, pictures=pictures)
             async with gate.turn(None, job, sampler) as turn:

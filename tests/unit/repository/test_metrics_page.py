@@ -14,7 +14,6 @@ from skyrl.api.metrics import ApiMetrics, ReadinessMetrics
 from skyrl.base.tiny import model_path
 from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.engine.metrics import EngineMetrics
-from skyrl.http.connection import Pool
 from skyrl.inference.metrics import FAMILIES
 from skyrl.inference.sidecar.control import SidecarMetrics
 from skyrl.inference.sidecar.in_flight import InFlight, Pause
@@ -34,7 +33,7 @@ OF_THE_LIBRARY = re.compile("(process|python)_")
 def families() -> Iterator[Metric]:
     """Every family of every kind of process. Each has a series, so that its labels show."""
     api, engine, launcher = ApiMetrics.new(), EngineMetrics.new(), LauncherMetrics.new()
-    api.http.other.answered(200, 0.1)
+    api.http.route("GET", "/").answered(200, 0.1)
     api.models[0].samples.watch_events(dict)
     build = {"version": "1", "backend": "b", "base_model": "m"}
     ReadinessMetrics(api.registry, build, lambda: {"training": True}, lambda: 1.0)
@@ -43,7 +42,7 @@ def families() -> Iterator[Metric]:
         yield from process.registry.collect()
     pool, counts = WorkerPool(LeastInFlight()), Counter[str]()
     pool.add("http://one:1")
-    proxy = Proxy(pool, Pool(), Limits(), counts, ())
+    proxy = Proxy(pool, Limits(), counts, ())
     chain = Chain(("radix",), proxy, RouterContext(tokenizer_dir=model_path(), options={}))
     yield from RouterMetrics(pool, proxy, counts, chain).collect()
     no_vllm = cast(Any, None)
