@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +17,43 @@ import torch
 from torch import Tensor
 
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer.adamw import Buffers
 from skyrl.trainer.shares import EVERY_EXPERT, ExpertShare
+
+
+class Buffers(ABC):
+    """What is trained, an adapter, the parameters of a whole model, or one rank's part of either: weights with their
+    gradient, moments and step count. Gradient and moments are flat, in the weights' order. `shapes`: of the weights, by
+    name."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.gradient: Tensor | None = None
+        self.exp_avg: Tensor | None = None
+        self.exp_avg_sq: Tensor | None = None
+        self.step = 0
+
+    @property
+    def numel(self) -> int:
+        """How many weights there are."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    @abstractmethod
+    def chunks(self, size: int) -> Iterator[tuple[Tensor, slice]]:
+        """All weights, in flat parts of at most `size` elements, each with its place in a flat buffer."""
+
+    def zeros(self) -> Tensor:
+        """A new flat buffer."""
+        return torch.zeros(self.numel, device=self.device)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Named tensors that share memory with a flat buffer."""
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        return {
+            name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), flat.split(sizes), strict=True)
+        }
+
 
 LoraPair = tuple[Tensor, Tensor]
 """lora_A [rank, in_features] and lora_B [out_features, rank]; of experts, both with [experts, ...] before."""
