@@ -13,7 +13,7 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl.base.types.requests import Kind
 from skyrl.engine import execution, loop
-from skyrl.storage.db import commands as rows
+from skyrl.storage.db import models as rows
 from tests.engine_process import claim_for_tests
 
 
