@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from skyrl.trainer.lora.adapter import Buffers
-from skyrl.trainer.protocol import AdamParams, DeviceFault
+from skyrl.trainer.protocol import AdamParams, DeviceFault, InvalidRequest
 
 
 class NonFiniteGradient(FloatingPointError):
@@ -128,3 +128,25 @@ def _step_chunk(
     if decay_factor != 1:
         weights.mul_(decay_factor)
     weights.addcdiv_(exp_avg, denominator, value=-params.learning_rate / correction1)
+
+
+LARGEST = 1e16
+"""Larger learning rates, decays and eps are refused: the factors of a step would not fit into float32, and torch would
+raise in the middle of a step that works in place."""
+
+
+def check_adam(params: AdamParams) -> None:
+    """Raise InvalidRequest for invalid hyper-parameters. eps 0 is invalid: it gives 0 / 0 where a gradient is zero."""
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(params, name) < 1:
+            raise InvalidRequest(f"adam_params.{name}: must be in [0, 1), got {getattr(params, name)}")
+    for name in ("learning_rate", "weight_decay"):
+        value = getattr(params, name)
+        if not 0 <= value <= LARGEST:
+            raise InvalidRequest(f"adam_params.{name}: must be in [0, {LARGEST:g}], got {value}")
+    if not (math.isfinite(params.grad_clip_norm) and params.grad_clip_norm >= 0):
+        raise InvalidRequest(
+            f"adam_params.grad_clip_norm: must be a finite number of at least 0, got {params.grad_clip_norm}"
+        )
+    if not 0 < params.eps <= LARGEST:
+        raise InvalidRequest(f"adam_params.eps: must be above 0 and at most {LARGEST:g}, got {params.eps}")

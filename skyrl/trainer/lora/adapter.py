@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from skyrl.base.model_files import TRAIN_MLP_REFUSED, TrainMlpOfMixtures
 from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.protocol import InvalidRequest, Mixture
 from skyrl.trainer.shares import EVERY_EXPERT, ExpertShare
 
 
@@ -189,3 +191,27 @@ def random_adapter(
             view = views[f"{target.name}.lora_B"]
             view.copy_(torch.randn(view.shape, generator=generator) * size)
     return adapter
+
+
+def check_spec(
+    spec: LoraSpec, max_rank: int, mixture: Mixture | None, train_mlp_of_mixtures: TrainMlpOfMixtures
+) -> None:
+    """Raise InvalidRequest for an adapter that this backend cannot train."""
+    if spec.rank == 0:
+        raise InvalidRequest(
+            "lora_config.rank: 0 asks for full fine-tuning, which needs a server started with trainer.full_finetuning; "
+            f"give 1 to {max_rank}"
+        )
+    if not 1 <= spec.rank <= max_rank:
+        raise InvalidRequest(f"lora_config.rank: must be 1 to {max_rank}, got {spec.rank}")
+    if not (math.isfinite(spec.alpha) and spec.alpha > 0):
+        raise InvalidRequest(f"lora_config.alpha: must be a finite number above 0, got {spec.alpha}")
+    if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
+        raise InvalidRequest("lora_config: at least one of train_attn, train_mlp and train_unembed must be true")
+    if mixture is not None and spec.train_mlp and train_mlp_of_mixtures == "refuse":
+        raise InvalidRequest(f"lora_config.train_mlp: {TRAIN_MLP_REFUSED}")
+    if mixture is not None and train_mlp_of_mixtures != "train" and not (spec.train_attn or spec.train_unembed):
+        raise InvalidRequest(
+            "lora_config: train_attn or train_unembed must be true, because the experts of the base model are not "
+            "trained"
+        )

@@ -23,12 +23,13 @@ from torch import Tensor
 from skyrl.base.config.server import ServerConfig, takes_pictures
 from skyrl.base.model_files import TrainMlpOfMixtures
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer import checks
+from skyrl.trainer import losses
+from skyrl.trainer.adamw import check_adam
 from skyrl.trainer.collectives import SameFailureEverywhere
 from skyrl.trainer.device import HOST, command_on, failure_of
 from skyrl.trainer.experts.routing import with_frozen_experts
 from skyrl.trainer.lora import files
-from skyrl.trainer.lora.adapter import Adapter, Target, kinds_of, random_adapter
+from skyrl.trainer.lora.adapter import Adapter, Target, check_spec, kinds_of, random_adapter
 from skyrl.trainer.losses import Loss, Tally, served_losses
 from skyrl.trainer.model.packed_model import trained_targets
 from skyrl.trainer.model.row_budget import BudgetSettings
@@ -177,7 +178,7 @@ class BackendOverRanks(ABC):
 
     def check(self, training_pass: TrainingPass) -> None:
         self._require(training_pass.model_id)
-        checks.check_pass(training_pass, self._limits, self._losses)
+        losses.check_pass(training_pass, self._limits, self._losses)
 
     def run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
         """One outcome per pass, in order; gradients are added in the order of `passes`.
@@ -203,7 +204,7 @@ class BackendOverRanks(ABC):
         return [outcomes[index] for index in range(len(passes))]
 
     def check_step(self, params: AdamParams) -> None:
-        checks.check_adam(params)
+        check_adam(params)
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         """See `adamw_step` for metrics and errors. Raises InvalidRequest for hyper-parameters out of range."""
@@ -333,7 +334,7 @@ class LoraBackend(BackendOverRanks):
         self._models[model_id] = spec, targets
 
     def _check_new(self, model_id: str, spec: LoraSpec, train_mlp_of_mixtures: TrainMlpOfMixtures) -> None:
-        checks.check_spec(spec, self._max_rank, self._limits.mixture, train_mlp_of_mixtures)
+        check_spec(spec, self._max_rank, self._limits.mixture, train_mlp_of_mixtures)
         if model_id in self._models:
             raise InvalidRequest(f"model_id: {model_id} exists already")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch_lora_support import assert_same, grpo, make_backend, ok, saved, sft, spec, train
 
-from skyrl.trainer import checks
+from skyrl.trainer import losses
 from skyrl.trainer.adamw import NonFiniteGradient
 from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.trainer.passes import pass_run as running_module
@@ -200,7 +200,7 @@ def test_a_pass_found_in_one_of_several_slices_of_a_micro_batch_changes_no_neigh
     run = rank_of(backend)._attempt
     monkeypatch.setattr(prefixes, "MAX_COPIES", 2)
     monkeypatch.setattr(rank_of(backend), "_attempt", spy)
-    monkeypatch.setattr(checks, "check_pass", lambda *_: None)  # which refuses infinite advantages
+    monkeypatch.setattr(losses, "check_pass", lambda *_: None)  # which refuses infinite advantages
     good = train("a", first, "steep")
     result, failed = backend.run([good, train("a", second, "steep")])
     slices = micro_batches[0]

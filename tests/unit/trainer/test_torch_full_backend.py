@@ -20,8 +20,8 @@ from skyrl.base.config.server import ConfigError
 from skyrl.base.tiny import model_path
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer import adamw as optimizer
-from skyrl.trainer import checks, create_backend
-from skyrl.trainer.adamw import NonFiniteGradient
+from skyrl.trainer import create_backend
+from skyrl.trainer.adamw import LARGEST, NonFiniteGradient
 from skyrl.trainer.full import full_model
 from skyrl.trainer.full.parameters import FullParameters
 from skyrl.trainer.protocol import AdamParams, Datum, DeviceFault, InvalidRequest, OutOfMemory, TrainingPass
@@ -392,8 +392,8 @@ def test_the_largest_parameters_of_a_step_do_not_end_it_in_its_middle(beta: floa
     """torch raises for factors that do not fit into float32."""
     backend = _trained(steps=0)
     ok(backend.run([train("m", sft(1, 12))]))
-    largest = AdamParams(checks.LARGEST, beta, beta, checks.LARGEST, weight_decay=checks.LARGEST)
-    assert backend.optim_step("m", largest)["learning_rate"] == checks.LARGEST
+    largest = AdamParams(LARGEST, beta, beta, LARGEST, weight_decay=LARGEST)
+    assert backend.optim_step("m", largest)["learning_rate"] == LARGEST
 
 
 def test_gradient_checkpointing_gives_the_same_bits(tmp_path: Path) -> None:
