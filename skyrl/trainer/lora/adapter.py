@@ -149,17 +149,16 @@ class Adapter(Buffers):
             views = {name: view.detach().requires_grad_() for name, view in views.items()}
         return {t.name: (views[f"{t.name}.lora_A"], views[f"{t.name}.lora_B"]) for t in self.targets}
 
-    def replace(
-        self,
-        weights: Tensor,
-        exp_avg: Tensor | None,
-        exp_avg_sq: Tensor | None,
-        gradient: Tensor | None,
-        step: int,
-    ) -> None:
-        """Replace all buffers (flat, float32) by new ones, in one statement that allocates nothing."""
-        new = weights, exp_avg, exp_avg_sq, gradient, step
-        self.weights, self.exp_avg, self.exp_avg_sq, self.gradient, self.step = new
+    @property
+    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """All buffers: weights, both moments, gradient."""
+        return self.weights, self.exp_avg, self.exp_avg_sq, self.gradient
+
+    def replace(self, parts: Sequence[Tensor | None], step: int) -> None:
+        """Replace all `parts` (flat, float32) by new ones, in one statement that allocates nothing."""
+        weights, *others = parts
+        assert weights is not None
+        self.weights, self.exp_avg, self.exp_avg_sq, self.gradient, self.step = weights, *others, step
 
 
 _BEFORE_LAYER = re.compile(r"^.*\blayers\.\d+\.")

@@ -42,7 +42,7 @@ from skyrl.trainer.protocol import (
     PassResult,
     TrainingPass,
 )
-from skyrl.trainer.ranks.lora_rank import AdapterBuffers, AdapterFacts, LoraRank
+from skyrl.trainer.ranks.lora_rank import AdapterArrays, AdapterFacts, LoraRank
 from skyrl.trainer.ranks.plan import Plan, make_plan, plan_alone
 from skyrl.trainer.ranks.rank import BaseFacts, RankBase, RankSettings
 from skyrl.trainer.rows.routed_experts import with_sorted_experts
@@ -387,11 +387,8 @@ class LoraBackend(BackendOverRanks):
 
     def _put(self, model_id: str, adapter: Adapter) -> None:
         """Give all ranks this adapter as the model's."""
-        parts = (adapter.weights, adapter.exp_avg, adapter.exp_avg_sq, adapter.gradient)
-        weights, exp_avg, exp_avg_sq, gradient = (None if part is None else part.numpy() for part in parts)
-        assert weights is not None
-        buffers = AdapterBuffers(weights, exp_avg, exp_avg_sq, gradient, adapter.step)
-        self._call("replace", model_id, adapter.spec, adapter.targets, buffers)
+        arrays = [None if part is None else part.numpy() for part in adapter.parts]
+        self._call("replace", model_id, adapter.spec, adapter.targets, arrays, adapter.step)
         self._models[model_id] = adapter.spec, adapter.targets
 
     def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype | None = None) -> None:
@@ -422,11 +419,9 @@ class LoraBackend(BackendOverRanks):
             answers = self.group.read_all("export", model_id, optimizer)
         else:
             answers = [self.group.read("export", model_id, optimizer)]
-        buffers: list[AdapterBuffers] = results_of(answers)
-        parts = zip(*((each.weights, each.exp_avg, each.exp_avg_sq, each.gradient) for each in buffers), strict=True)
-        weights, exp_avg, exp_avg_sq, gradient = (_tensor(of_ranks, adapter) for of_ranks in parts)
-        assert weights is not None
-        adapter.replace(weights, exp_avg, exp_avg_sq, gradient, buffers[0].step)
+        exported: list[tuple[AdapterArrays, int]] = results_of(answers)
+        parts = zip(*(arrays for arrays, _ in exported), strict=True)
+        adapter.replace([_tensor(of_ranks, adapter) for of_ranks in parts], exported[0][1])
         return adapter
 
 
