@@ -233,30 +233,22 @@ class BackendOverRanks(ABC):
         self, passes: Sequence[TrainingPass], *, merge: bool, shared_rows: int, divided_tokens: int | None = None
     ) -> list[PassResult | Exception]:
         """Run checked passes. `merge`: whether passes share micro-batches, of at most `shared_rows` rows."""
-        forwards, backwards = (
-            self._plan(
-                [(number, each) for number, each in enumerate(passes) if each.backward == backward],
-                merge,
-                shared_rows,
-                divided_tokens,
-            )
-            for backward in (False, True)
-        )
+
+        def plan(*, backward: bool) -> Plan:
+            chosen = [(number, each) for number, each in enumerate(passes) if each.backward == backward]
+            if self.group.size == 1:
+                rows = shared_rows if merge else 1
+                return plan_alone(chosen, self._budget, self._losses, self._device_type, merge=merge, shared_rows=rows)
+            rows = shared_rows if merge else 0
+            return make_plan(chosen, self.group.size, self._budget, shared_rows=rows, divided_tokens=divided_tokens)
+
+        forwards, backwards = plan(backward=False), plan(backward=True)
         results: list[dict[int, list[ShareResult]]] = self._call("run", passes, forwards, backwards)
         failed = {**forwards.failed, **backwards.failed}
         return [
             failed[number] if number in failed else outcome_of(self._losses[each.loss_fn], number, results)
             for number, each in enumerate(passes)
         ]
-
-    def _plan(
-        self, passes: Sequence[tuple[int, TrainingPass]], merge: bool, shared_rows: int, divided_tokens: int | None
-    ) -> Plan:
-        if self.group.size == 1:
-            rows = shared_rows if merge else 1
-            return plan_alone(passes, self._budget, self._losses, self._device_type, merge=merge, shared_rows=rows)
-        rows = shared_rows if merge else 0
-        return make_plan(passes, self.group.size, self._budget, shared_rows=rows, divided_tokens=divided_tokens)
 
     @abstractmethod
     def _require(self, model_id: str) -> None:
