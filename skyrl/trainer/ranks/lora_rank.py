@@ -36,7 +36,7 @@ from skyrl.trainer.device import base_dtype, command_on
 from skyrl.trainer.experts.layers import ExpertExchange
 from skyrl.trainer.lora.adapter import Adapter, Target, whole_shapes
 from skyrl.trainer.lora.linear import AdapterStack, LoraSegment, grouped_rank, groups_adapters
-from skyrl.trainer.model.base_model import wrap
+from skyrl.trainer.model.packed_model import PackedModel
 from skyrl.trainer.passes.micro_batch import MicroBatch
 from skyrl.trainer.passes.pass_run import ItemResult, MicroBatchItem, PassRun, ShareResult
 from skyrl.trainer.protocol import InvalidRequest, TrainingPass
@@ -75,7 +75,7 @@ class LoraRank(RankBase):
 
     def _form(self) -> ModelForm:
         settings = self._settings
-        wraps = partial(wrap, mlp_of_mixtures=settings.mlp_of_mixtures)
+        wraps = partial(PackedModel, mlp_of_mixtures=settings.mlp_of_mixtures)
         return ModelForm(wraps, trained=False, keep_quantized=settings.keep_quantized)
 
     def _adapter(self, spec: LoraSpec, targets: Sequence[Target], *, drawn: bool) -> Adapter:
