@@ -117,12 +117,6 @@ def answer_bound(job: SampleJob) -> int:
 logger = logging.getLogger(__name__)
 
 
-class Decode(Protocol):
-    """`decode_answer` of `completion` or of `pictures`."""
-
-    def __call__(self, body: bytes, job: SampleJob, *, zero_fill: bool) -> completion.SampleAnswer: ...
-
-
 class AnswerReader:
     """Counts answers that cannot be used in `counts`. With `zero_fill`, missing logprobs become 0.0."""
 
@@ -132,9 +126,7 @@ class AnswerReader:
         self._decoder = ThreadPoolExecutor(1, "answers")
         """One thread: a decoder holds the interpreter lock most of the time, so a second one would only take memory."""
 
-    async def read(
-        self, answer: Answer, job: SampleJob, decode: Decode = completion.decode_answer
-    ) -> completion.SampleAnswer:
+    async def read(self, answer: Answer, job: SampleJob) -> completion.SampleAnswer:
         """Raises AbortedAnswer if vLLM aborted the sample, and FailedRequest if the answer cannot be used."""
         if not answer.whole:
             self._counts["malformed"] += 1
@@ -145,21 +137,21 @@ class AnswerReader:
             )
         try:
             try:
-                return await self._decode(decode, answer.body, job, zero_fill=False)
+                return await self._decode(answer.body, job, zero_fill=False)
             except completion.MissingLogprobs as error:
                 self._counts["missing_logprobs"] += 1
                 if not self._zero_fill:
                     raise
                 logger.warning("request %s: %s; zero-filled, as configured", job.request_id, error)
-                return await self._decode(decode, answer.body, job, zero_fill=True)
+                return await self._decode(answer.body, job, zero_fill=True)
         except completion.MalformedAnswer as error:
             self._counts["malformed"] += 1
             raise server_failure(f"{error}; {describe(answer)}") from error
 
-    async def _decode(self, decode: Decode, body: bytes, job: SampleJob, *, zero_fill: bool) -> completion.SampleAnswer:
+    async def _decode(self, body: bytes, job: SampleJob, *, zero_fill: bool) -> completion.SampleAnswer:
         if len(body) <= completion.LARGE_BYTES:
-            return decode(body, job, zero_fill=zero_fill)
-        work = partial(decode, body, job, zero_fill=zero_fill)
+            return completion.decode_answer(body, job, zero_fill=zero_fill)
+        work = partial(completion.decode_answer, body, job, zero_fill=zero_fill)
         return await asyncio.get_running_loop().run_in_executor(self._decoder, with_short_switches, work)
 
     def close(self) -> None:
@@ -312,8 +304,3 @@ class PictureExchange(SampleExchange):
             raise server_failure("the inference server takes no images: start vLLM with --enable-scale-out")
         if answer.status == 404 and answer.body == _NO_ROUTE:
             raise server_failure(f"the inference server takes no images: it has no {pictures.PATH}")
-
-    async def read(self, answer: Answer) -> completion.SampleAnswer:
-        result = await self._reader.read(answer, self._job, pictures.decode_answer)
-        result.upstream_s, result.server = self._upstream_s, answer.worker
-        return result

@@ -17,9 +17,16 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.sample_request import Distribution
 from skyrl.base.wire.tensors import WireTensor
 from skyrl.inference.vllm_plugin.protocol import PromptScores
-from skyrl.sampling.completion import LARGE_BYTES, AbortedAnswer, MalformedAnswer, MissingLogprobs
+from skyrl.sampling.completion import (
+    LARGE_BYTES,
+    AbortedAnswer,
+    MalformedAnswer,
+    MissingLogprobs,
+    OtherTokens,
+    decode_answer,
+)
 from skyrl.sampling.job import PackedPrompt, Pictures, SampleJob
-from skyrl.sampling.pictures import PIECE_BYTES, OtherTokens, decode_answer, encode_request, one_for_each
+from skyrl.sampling.pictures import PIECE_BYTES, encode_request, one_for_each
 from tests import sample_jobs
 
 IMAGE = 99
