@@ -51,11 +51,11 @@ from skyrl.storage.db.audit import Audit
 from skyrl.storage.db.checkpoints import Checkpoints, Copies
 from skyrl.storage.db.database import Database, postgres_conninfo
 from skyrl.storage.db.engine_state import EngineState, read_state
-from skyrl.storage.db.keys import Keys
 from skyrl.storage.db.models import Models
 from skyrl.storage.db.pictures import PictureFiles
 from skyrl.storage.db.processes import ApiProcesses, SampleClocks, read_servers
 from skyrl.storage.db.retention import Retention
+from skyrl.storage.db.row_caches import Keys
 from skyrl.storage.db.run_steps import Curves
 from skyrl.storage.db.samplers import Samplers
 from skyrl.storage.db.session_search import SessionSearch

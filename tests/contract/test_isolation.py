@@ -211,7 +211,7 @@ def rows_of_the_page() -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
     for line in page.partition("## Not served")[0].splitlines():
         methods: list[str] = []
-        for named in re.findall(r"`([^`]+)`", line.split("|")[1]) if line.startswith("| `") else []:
+        for named in re.findall(r"`([^`]+)`", line.split("`: ")[0] + "`") if line.startswith("- `") else []:
             method, _, path = named.partition(" ")
             methods.append(method)
             if path:  # a method without a path shares the path of the next method

@@ -387,4 +387,4 @@ def _versions(target: Target, told: tuple[VersionSpan, ...]) -> tuple[VersionSpa
         case BaseWeights():
             return told or (VersionSpan(0, "base"),)
         case weights:
-            return told or (VersionSpan(0, weights.version),)
+            return told or (VersionSpan(0, weights.name),)

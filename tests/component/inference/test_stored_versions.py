@@ -14,15 +14,15 @@ from engine_harness import until
 from test_remote import CountedStore
 
 from skyrl.base.types.weights import FullWeights
-from skyrl.inference.remote.asgi import answer_json, body_of, fields_of
+from skyrl.http.messages import Body, fields_of, json_reply
 from skyrl.inference.remote.cache import NodeCache, NodeFiles
 from skyrl.inference.remote.references import BASE_MODEL, reference_to
 from skyrl.inference.remote.sidecar import MAX_BODY, UPDATE, KeyNeeded, StoredVersions
 from skyrl.storage.checkpoint_store.base import StoreError
 from skyrl.storage.checkpoint_store.registry import store_at
-from skyrl.storage.checkpoint_store.versions import full_key, is_full_version
+from skyrl.storage.checkpoint_store.versions import is_full_version, version_key
 
-ONE, TWO, THREE, FOUR = (full_key(FullWeights.of("s1:train:0", number)) for number in (1, 2, 3, 4))
+ONE, TWO, THREE, FOUR = (version_key(FullWeights.of("s1:train:0", number)) for number in (1, 2, 3, 4))
 
 
 def files_of(key: str) -> dict[str, bytes]:
@@ -42,13 +42,12 @@ class FakeSidecar:
     refuses: bool = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body = await body_of(receive, 2 * MAX_BODY)
-        assert body is not None
+        body = await Body(receive, 2 * MAX_BODY).collect()
         assert int(dict(scope["headers"]).get(b"content-length", b"0")) == len(body)
         self.bodies.append(request := fields_of(body))
         if files := _files_in(Path(str(request.get("model_path")))):
             self.reads.append(files)
-        await answer_json(send, 400 if self.refuses else 200, {"success": not self.refuses})
+        await json_reply(400 if self.refuses else 200, {"success": not self.refuses}).send(send)
 
 
 @dataclass
