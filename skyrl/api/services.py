@@ -136,7 +136,7 @@ class Services:
             session_timeout_s=config.session_timeout_s,
         )
         self.tokens, self.urls = tokens, urls
-        self.access = Access(self.keys, tokens, tokens.agent_keys, managed=config.api_keys == "managed")
+        self.access = Access(self.keys, tokens, managed=config.api_keys == "managed")
         self.search, self.audit = SessionSearch(database), Audit(database, writer)
         self.usage, self.traces, self.curves = Usage(database), Traces(database), Curves()
 

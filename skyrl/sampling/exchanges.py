@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -226,31 +227,22 @@ class PictureSends:
         self.files = files
         self._turns = asyncio.Semaphore(MAX_SENDS)
 
-    async def turn(self, timeout_s: float) -> SendTurn:
-        """Raises NotAccepted if there is none in time."""
+    async def turn(self, timeout_s: float) -> ExitStack:
+        """A turn, until it is closed. Raises NotAccepted if there is none in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._turns.acquire()
         except TimeoutError as error:
             raise NotAccepted("other requests with pictures were still being sent") from error
-        return SendTurn(self._turns)
+        turn = ExitStack()
+        turn.callback(self._turns.release)
+        return turn
 
 
-class SendTurn:
-    """One of the turns, until `end`. A second call of `end` does nothing."""
-
-    def __init__(self, turns: asyncio.Semaphore) -> None:
-        self._turns: asyncio.Semaphore | None = turns
-
-    def end(self) -> None:
-        turns, self._turns = self._turns, None
-        if turns is not None:
-            turns.release()
-
-    def ending(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        """The pieces; the turn ends with the last one."""
+def _closing(turn: ExitStack, pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The pieces; the turn ends with the last one."""
+    with turn:
         yield from pieces
-        self.end()
 
 
 class PictureExchange(SampleExchange):
@@ -278,11 +270,11 @@ class PictureExchange(SampleExchange):
         turn = await self._sends.turn(end - time.perf_counter())
         try:
             body, rest = await self._encode(job)
-            rest.pieces = turn.ending(rest.pieces)
+            rest.pieces = _closing(turn, rest.pieces)
             sent = time.perf_counter()
             answer = await self._transport.post(url, body, headers, end - sent, answer_bound(job), rest)
         finally:
-            turn.end()
+            turn.close()
         self._upstream_s += time.perf_counter() - sent
         self._check_route(answer)
         return answer

@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, func, insert, select, update
 
 from skyrl.base.types.weights import EVERYTHING, LoraSpec, Scope
+from skyrl.base.wire.errors import NotFound
 from skyrl.storage.db.columns import lora_of, lora_values
 from skyrl.storage.db.commands import highest_seq
 from skyrl.storage.db.database import Database
@@ -144,6 +145,12 @@ class Models:
             if model.is_living:  # `forget_session` would never remove a closed model
                 self._known.keep(model)
         return model if model.tenant == tenant else None
+
+    async def named(self, model_id: str, tenant: str) -> Model:
+        """As `find`. Raises NotFound."""
+        if (model := await self.find(model_id, tenant)) is None:
+            raise NotFound(f"no model {model_id!r}", field="model_id")
+        return model
 
     async def touch(self, model_id: str) -> None:
         """Store the time of the last request, at most once in TOUCH_S."""

@@ -5,29 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_world import CHAT, Agent, Server, agent_server, user
-from api_harness import Serve
+from agent_world import CHAT, Agent, Server, user
 from chatting_upstream import SAMPLED
 from fake_upstream import FakeUpstream
 from router_world import until
 
-from skyrl.storage.db.database import Database
-
 BRANCHES, LIMIT = 100, 20
 STREAMS = 100
 TASK = [user("Who watches the river?")]
-
-
-@pytest.fixture
-async def server(serve: Serve, database: Database, upstream: FakeUpstream, tmp_path: Path) -> AsyncIterator[Server]:
-    async with agent_server(serve, database, upstream, tmp_path / "model") as server:
-        yield server
 
 
 async def test_requests_at_once_are_branches_that_train_each_token_once(server: Server) -> None:
