@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
+from msgspec.structs import astuple
 
 from skyrl.base.pictures.picture import Pictures
 from skyrl.base.wire.results import Alternatives, SampledSequence, SampleResult, TopkRow, encode_sample
@@ -361,7 +362,7 @@ class OtherTokens(MalformedAnswer):
     """The inference server's processor has made other tokens of the prompt than this server."""
 
 
-def check_prompt(answer: AnswerParts, prompt: list[int], pictures: Pictures) -> None:
+def check_prompt(answer: AnswerParts, prompt: Sequence[int], pictures: Pictures) -> None:
     """Raise OtherTokens unless vLLM has computed the prompt of the job."""
     if answer.prompt_token_ids == prompt:
         return
@@ -429,12 +430,8 @@ def _sequence(choice: Choice, job: SampleJob, zero_fill: bool) -> SampledSequenc
         choice.token_ids,
         cast("list[float]", logprobs),
         topk,
-        None if job.version is None else _spans(choice),
+        None if job.version is None else [*map(astuple, spans_in(choice.weight_versions) or ())],
     )
-
-
-def _spans(choice: Choice) -> list[tuple[str, int, int]]:
-    return [(span.version, span.start, span.end) for span in spans_in(choice.weight_versions) or ()]
 
 
 def _sample_topk(choice: Choice, k: int) -> list[TopkRow]:

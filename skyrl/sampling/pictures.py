@@ -262,7 +262,7 @@ def encode_request(job: SampleJob, priority: int | None, files: Mapping[str, byt
         for number, picture in enumerate(job.pictures.placed)
     ]
     pictures = [files[picture.digest] for picture in job.pictures.placed]
-    size = sum(len(head) + _base64_length(len(data)) + 2 for head, data in zip(heads, pictures, strict=True)) + 2
+    size = sum(len(head) + (len(data) + 2) // 3 * 4 + 2 for head, data in zip(heads, pictures, strict=True)) + 2
     return start, Pieces(size, _pieces(heads, pictures))
 
 
@@ -285,7 +285,3 @@ def _pieces(heads: Sequence[bytes], pictures: Sequence[bytes]) -> Iterator[bytes
             yield binascii.b2a_base64(view[start : start + PIECE_BYTES], newline=False)
         yield b'"}'
     yield b"]}"
-
-
-def _base64_length(size: int) -> int:
-    return (size + 2) // 3 * 4
