@@ -1,6 +1,6 @@
 """HTTP/1.1 requests on kept connections: an answer as a whole up to a bound, or as a stream while it arrives.
 
-All large answers of a client share `AnswerMemory`: the rest of a large answer is read only after memory was reserved
+All large answers of a client share memory: the rest of a large answer is read only after memory was reserved
 for it. Small answers need no reservation. Closing an `AnswerStream` before its end ends the connection, so that the
 server stops computing what nobody reads.
 
@@ -19,8 +19,6 @@ from skyrl.http.answers import (
     LARGE_ANSWER_BYTES,
     MEMORY_BYTES,
     Answer,
-    AnswerMemory,
-    Reservation,
     content_type_of,
     header_of,
     hold_nothing,
@@ -37,6 +35,7 @@ from skyrl.http.connection import (
     address_of,
     connect,
 )
+from skyrl.http.shared_memory import Reservation, SharedMemory
 
 CONTROL_ANSWER_BYTES = 2**20
 """The bound of answers that are not 2xx, and of answers for which the caller gives no bound (health, adapter loads)."""
@@ -60,7 +59,7 @@ class _WholeAnswer:
 
     __slots__ = ("_bound", "_connection", "_held", "_memory", "_parts", "_reservation", "_size", "answer", "max_bytes")
 
-    def __init__(self, connection: Connection, memory: AnswerMemory, max_bytes: int) -> None:
+    def __init__(self, connection: Connection, memory: SharedMemory, max_bytes: int) -> None:
         self._connection = connection
         self._memory = memory
         self.max_bytes = max_bytes
@@ -313,7 +312,7 @@ class HttpClient:
     ) -> None:
         self.pool = Pool()
         self._slots = None if max_connections is None else asyncio.Semaphore(max_connections)
-        self._memory = AnswerMemory(memory_bytes)
+        self._memory = SharedMemory(memory_bytes)
         self._connect_s = connect_s
 
     async def post(
@@ -434,7 +433,7 @@ async def ask_once(
     try:
         head = head_of(method, address, b"", lines_of((*headers, (b"connection", b"close"))))
         request = b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body)
-        return await _WholeAnswer(connection, AnswerMemory(), max_bytes).exchange(request, math.inf, None)
+        return await _WholeAnswer(connection, SharedMemory(MEMORY_BYTES), max_bytes).exchange(request, math.inf, None)
     finally:
         connection.sink = None
         connection.abort()

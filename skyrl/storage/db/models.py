@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, bindparam, func,
 
 from skyrl.base.types.requests import ENGINE_KINDS, Command, ExecutedCommand, Kind
 from skyrl.base.types.weights import EVERYTHING, LoraSpec, Scope
-from skyrl.base.wire.errors import ErrorCategory
+from skyrl.base.wire.errors import ErrorCategory, NotFound
 from skyrl.storage.db.columns import lora_of, lora_values
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import RECORD, futures
@@ -308,6 +308,12 @@ class Models:
             if model.is_living:  # `forget_session` would never remove a closed model
                 self._known.keep(model)
         return model if model.tenant == tenant else None
+
+    async def named(self, model_id: str, tenant: str) -> Model:
+        """As `find`. Raises NotFound."""
+        if (model := await self.find(model_id, tenant)) is None:
+            raise NotFound(f"no model {model_id!r}", field="model_id")
+        return model
 
     async def touch(self, model_id: str) -> None:
         """Store the time of the last request, at most once in TOUCH_S."""
