@@ -20,7 +20,7 @@ from skyrl.http.connection import HeaderList, Interrupted
 from skyrl.http.forward import RequestHead, pass_back, passed_on
 from skyrl.http.messages import Body, Reply, encoded
 from skyrl.inference.sidecar.call import Call
-from skyrl.inference.sidecar.completion import Collected, basics, finish_reason, logprob_lists, routed_experts
+from skyrl.inference.sidecar.completion import Collected, finish_reason, meta_info
 from skyrl.inference.sidecar.errors import BadRequest, VllmBroke, VllmInterrupted
 from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion
 from skyrl.inference.sidecar.generate_request import Logprobs
@@ -86,18 +86,9 @@ class OpenaiAnswers:
         if choice.get("finish_reason") == TOOL_CALLS:
             finish = {"type": TOOL_CALLS, "matched": None}
         version = await self._version.at_end(collected.versions)
-        meta = basics(name, finish, len(prompt), collected, version, started)
-        if request.logprobs:
-            meta |= logprob_lists(Logprobs(), collected, prompt, None, scoring=False)
-        if request.routed_experts_start is not None:
-            meta |= routed_experts(
-                collected.routed_experts,
-                len(prompt),
-                len(collected.tokens),
-                request.routed_experts_start,
-                aborted=collected.finish == "abort",
-            )
-        return meta
+        logprobs = Logprobs() if request.logprobs else None
+        start = request.routed_experts_start
+        return meta_info(name, finish, prompt, collected, version, started, logprobs=logprobs, experts_start=start)
 
 
 async def checked(chunks: AsyncIterable[bytes], tokens: list[int]) -> bytes:

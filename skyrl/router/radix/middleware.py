@@ -117,7 +117,7 @@ class RadixTreeMiddleware(RouterMiddleware):
         else:
             cut = self.cache.find(text)
             prompt, body = await self._threads.run(len(content), self._retrieved_prompt, text, cut)
-            self.cache.count(prompt)
+            self.cache.count(prompt.reused, len(prompt.tokens), hit=prompt.cut is not None)
         return Response(200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))], body)
 
     def _retrieved_prompt(self, text: str, cut: Cut | None) -> tuple[Prompt, bytes]:
@@ -159,7 +159,7 @@ class RadixTreeMiddleware(RouterMiddleware):
         text = body.pop("text")
         cut = self.cache.find(text)
         prompt, changed = await self._threads.run(len(content), self._with_tokens, body, text, cut)
-        self.cache.count(prompt)
+        self.cache.count(prompt.reused, len(prompt.tokens), hit=prompt.cut is not None)
         request.set_body(changed)
         return prompt
 

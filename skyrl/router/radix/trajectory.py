@@ -94,12 +94,9 @@ class Trajectory:
     """A stored sample. It owns the tokens after `parent`, which is a cut of the trajectory that it continues. Its own
     tokens are tokenised text (or a copy of what it continues, when that is gone) and then one sampled span."""
 
-    def __init__(
-        self, parent: Cut | None, before: Tokens, start: int, sample: Sample, version: str | None, number: int
-    ):
+    def __init__(self, parent: Cut | None, before: Tokens, start: int, sample: Sample, version: str | None) -> None:
         self.parent = parent
         self.version = version
-        self.number = number
         self.children = 0
         self.alive = True
         self.retired = False

@@ -17,8 +17,17 @@ import pytest
 from yarl import URL
 
 from skyrl.inference.sidecar.completion import Collected
-from tests.component.router_world import Exchange, break_off, steps, until, until_left
-from tests.component.sidecar_world import FakeVllm, answers, choice, completion, events, running_sidecar, sidecar_before
+from tests.component.router_world import Exchange, Script, break_off, steps, until, until_left
+from tests.component.sidecar_world import (
+    FakeVllm,
+    answers,
+    choice,
+    completion,
+    events,
+    running_sidecar,
+    sidecar_and,
+    sidecar_before,
+)
 
 LIES: dict[str, dict[str, Any]] = {
     "no logprobs": {"logprobs": None},
@@ -43,17 +52,6 @@ async def test_a_wrong_answer_of_vllm_is_an_error(lie: dict[str, Any]) -> None:
         status, answer = await sidecar.generate(return_logprob=True)
         assert (status, [*answer]) == (502, ["error"])
         assert await sidecar.total() == 0
-
-
-async def test_not_a_number_is_an_error() -> None:
-    async def script(exchange: Exchange) -> None:
-        body = json.dumps(completion(choice([8]))).replace("-0.5", "NaN")
-        await exchange.answer(body.encode())
-
-    async with sidecar_before(FakeVllm(script)) as sidecar:
-        status, answer = await sidecar.generate(return_logprob=True)
-        assert status == 502
-        assert "JSON" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -107,19 +105,24 @@ async def test_without_vllm_the_answer_is_503_at_once() -> None:
         assert await sidecar.total() == 0
 
 
-async def test_vllm_that_breaks_off_is_502() -> None:
-    script = steps(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{", break_off)
-    async with sidecar_before(FakeVllm(script)) as sidecar:
-        assert (await sidecar.generate())[0] == 502
+NOT_A_NUMBER = json.dumps(completion(choice([8]))).replace("-0.5", "NaN").encode()
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
 
-@pytest.mark.parametrize("head", [b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000])
-async def test_what_is_not_http_is_502_and_is_not_asked_again(head: bytes) -> None:
-    vllm = FakeVllm(steps(head, until_left))
-    async with sidecar_before(vllm) as sidecar:
-        status, answer = await sidecar.generate()
-        assert status == 502
-        assert "code" not in answer["error"]
+@pytest.mark.parametrize(
+    ("script", "code", "message"),
+    [
+        (steps(HEAD % len(NOT_A_NUMBER) + NOT_A_NUMBER), None, "JSON"),
+        (steps(HEAD % 100 + b"{", break_off), "worker_interrupted", "vLLM's answer broke"),
+        (steps(b"nonsense\r\n\r\n", until_left), None, "cannot be read"),
+        (steps(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000, until_left), None, "cannot be read"),
+    ],
+)
+async def test_what_is_no_answer_is_502_and_is_not_asked_again(script: Script, code: str | None, message: str) -> None:
+    async with sidecar_and(FakeVllm(script)) as (sidecar, vllm):
+        status, answer = await sidecar.generate(return_logprob=True)
+        assert (status, answer["error"].get("code")) == (502, code)
+        assert message in answer["error"]["message"]
     assert len(vllm.bodies) == 1
 
 
@@ -174,8 +177,7 @@ async def test_numbers_that_vllm_does_not_report_are_left_out() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_frees_vllm(stream: bool) -> None:
     closed = asyncio.Event()
-    vllm = FakeVllm(steps(until_left, closed.set))
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(FakeVllm(steps(until_left, closed.set))) as (sidecar, vllm):
         request = asyncio.create_task(sidecar.generate(stream=stream))
         await until(lambda: bool(vllm.bodies))
         request.cancel()
@@ -208,8 +210,7 @@ async def test_an_abort_is_repeated_until_vllm_has_ended_the_sample() -> None:
 
 async def test_an_abort_that_vllm_never_obeys_closes_the_connection_and_is_answered() -> None:
     closed = asyncio.Event()
-    vllm = FakeVllm(steps(until_left, closed.set))
-    async with sidecar_before(vllm, abort_s=0.2) as sidecar:
+    async with sidecar_and(FakeVllm(steps(until_left, closed.set)), abort_s=0.2) as (sidecar, vllm):
         request = asyncio.create_task(sidecar.generate(return_logprob=True))
         await until(lambda: bool(vllm.bodies))
         await sidecar.post("/abort_request", {"abort_all": True})
@@ -229,8 +230,7 @@ async def test_without_development_endpoints_an_abort_keeps_what_was_streamed(mo
 
     monkeypatch.setattr(Collected, "add_chunk", add_and_tell)
     script = steps(events({"choices": [choice([8, 9], finish_reason=None)]}, done=False), until_left)
-    vllm = FakeVllm(script, dev_mode=False)
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(FakeVllm(script, dev_mode=False)) as (sidecar, vllm):
         asked = asyncio.create_task(sidecar.generate(return_logprob=True, rid="a"))
         await until(lambda: bool(vllm.bodies))
         assert vllm.bodies[0]["stream"] is True
@@ -296,8 +296,10 @@ def npy(array: Any) -> str:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_routed_experts_become_int32(dtype: Any, start: int, stream: bool) -> None:
     experts = np.arange((3 + 2 - 1 - start) * 4 * 2, dtype=dtype).reshape(-1, 4, 2)
-    vllm = FakeVllm(answers(completion(choice([8, 9], routed_experts=npy(experts)))))
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(FakeVllm(answers(completion(choice([8, 9], routed_experts=npy(experts)))))) as (
+        sidecar,
+        vllm,
+    ):
         wanted = {"return_routed_experts": True, "routed_experts_start_len": start, "stream": stream}
         _, answer = await sidecar.generate(**wanted)
         if stream:
@@ -321,8 +323,7 @@ async def test_routed_experts_become_int32(dtype: Any, start: int, stream: bool)
     ],
 )
 async def test_wrong_routed_experts_are_an_error_unless_aborted(experts: str) -> None:
-    vllm = FakeVllm(answers(completion(choice([8, 9], routed_experts=experts))))
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(FakeVllm(answers(completion(choice([8, 9], routed_experts=experts))))) as (sidecar, vllm):
         assert (await sidecar.generate(return_routed_experts=True))[0] == 502
         vllm.complete = answers(completion(choice([8, 9], routed_experts=experts, finish_reason="abort")))
         status, answer = await sidecar.generate(return_routed_experts=True)
@@ -332,8 +333,7 @@ async def test_wrong_routed_experts_are_an_error_unless_aborted(experts: str) ->
 
 async def test_more_samples_than_allowed_get_503_and_never_fitting_ones_400() -> None:
     end = asyncio.Event()
-    vllm = FakeVllm(steps(end, answers(completion(choice([8])))))
-    async with sidecar_before(vllm, max_in_flight=2) as sidecar:
+    async with sidecar_and(FakeVllm(steps(end, answers(completion(choice([8]))))), max_in_flight=2) as (sidecar, vllm):
         both = asyncio.create_task(sidecar.generate(sampling_params={"n": 2}))
         await until(lambda: len(vllm.bodies) == 2)
         async with sidecar.session.post(f"{sidecar.url}/generate", json={"input_ids": [5, 6, 7]}) as refused:
@@ -365,8 +365,7 @@ async def test_flush_cache_waits_until_nothing_is_in_flight_or_refuses() -> None
 
 
 async def test_health_generate_sends_no_token_while_paused() -> None:
-    vllm = FakeVllm(answers(completion(choice([8]))))
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(FakeVllm(answers(completion(choice([8]))))) as (sidecar, vllm):
         async with sidecar.session.get(
             f"{sidecar.url}/health_generate", headers={"Authorization": "Bearer None"}
         ) as answer:
