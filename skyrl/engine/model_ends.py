@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from skyrl.base.config.base_models import BaseModelSlot
 from skyrl.base.types.requests import ENGINE_KINDS, Command, Kind
 from skyrl.base.types.weights import Scope
 from skyrl.base.wire.errors import FailedRequest
-from skyrl.engine.command_log import CommandLog
-from skyrl.engine.settlement import Settlement
+from skyrl.engine.command_log import CommandLog, Settlement
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineThreads
 from skyrl.storage.db import commands as rows
@@ -32,26 +32,19 @@ from skyrl.storage.doorbell import Doorbell
 from skyrl.trainer.protocol import Backend
 
 
+@dataclass(eq=False)
 class ModelEnds:
     """Ends the models in `scope`. Call all methods on the event loop."""
 
-    def __init__(
-        self,
-        database: Database,
-        backend: Backend,
-        snapshots: Snapshots,
-        threads: EngineThreads,
-        log: CommandLog,
-        api: Doorbell,
-        scope: Scope,
-    ) -> None:
-        self._database = database
-        self._backend = backend
-        self._snapshots = snapshots
-        self._threads = threads
-        self._log = log
-        self._api = api
-        self._scope = scope
+    _database: Database
+    _backend: Backend
+    _snapshots: Snapshots
+    _threads: EngineThreads
+    _log: CommandLog
+    _api: Doorbell
+    _scope: Scope
+
+    def __post_init__(self) -> None:
         self.on_end: Callable[[], None] = lambda: None
         """Called when a model was dropped."""
 

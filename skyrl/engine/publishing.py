@@ -27,7 +27,7 @@ from skyrl.inference.remote.references import BASE_MODEL, base_directory, refere
 from skyrl.inference.vllm_client import VllmError
 from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
 from skyrl.storage.checkpoint_store.directories import fetch, link_files
-from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_key, full_directory, full_key
+from skyrl.storage.checkpoint_store.versions import version_directory, version_key
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_state_dir
@@ -101,15 +101,12 @@ class WeightPublisher:
 
 def version_files(config: ServerConfig, weights: BaseWeights | FullWeights) -> VersionFiles:
     """The files of a version: directories of this machine, or what nodes find by themselves."""
-    return VersionFiles(served_version(weights), _location(config, weights))
-
-
-def _location(config: ServerConfig, weights: BaseWeights | FullWeights) -> str:
-    if isinstance(weights, FullWeights):
-        if config.weights_travel:
-            return reference_to(full_key(weights))
-        return str(full_directory(config.state_dir, weights))
-    return BASE_MODEL if config.weights_travel else str(base_directory(config.base_model_path))
+    is_base = isinstance(weights, BaseWeights)
+    if config.weights_travel:
+        location = BASE_MODEL if is_base else reference_to(version_key(weights))
+    else:
+        location = base_directory(config.base_model_path) if is_base else version_directory(config.state_dir, weights)
+    return VersionFiles(served_version(weights), str(location))
 
 
 def adopt_adapters(config: ServerConfig, database: Database, store: CheckpointStore) -> None:
@@ -128,14 +125,14 @@ def adopt_full_weights(config: ServerConfig, database: Database, store: Checkpoi
     weights = database.read(lambda c: full_weights.current(c, config.role.own))
     if not isinstance(weights, FullWeights):
         return
-    directory, key = full_directory(config.state_dir, weights), full_key(weights)
+    directory, key = version_directory(config.state_dir, weights), version_key(weights)
     try:
         if config.weights_travel and directory.is_dir():
             _store_once(store, key, directory)
         elif not config.weights_travel and not directory.is_dir():
             fetch(store, key, directory)
     except (OSError, StoreError):
-        logger.exception("the weights %s could not be brought to where vLLM looks for them", weights.version)
+        logger.exception("the weights %s could not be brought to where vLLM looks for them", weights.name)
 
 
 def _store_once(store: CheckpointStore, key: str, directory: Path) -> None:
@@ -151,10 +148,10 @@ def _store_unnamed(config: ServerConfig, database: Database, store: CheckpointSt
     """Store adapters that are in the state directory alone: saved without a name while the server did not use Ray, or
     held by a sampling session after their checkpoint was deleted."""
     for adapter in database.read(lambda c: adapter_versions.not_saved(c, config.role.scope)):
-        directory = adapter_directory(config.state_dir, adapter)
+        directory = version_directory(config.state_dir, adapter)
         if not directory.is_dir():
             continue
         try:
-            _store_once(store, adapter_key(adapter), directory)
+            _store_once(store, version_key(adapter), directory)
         except (OSError, StoreError):
             logger.exception("adapter %s could not be put into the checkpoint store", adapter.name)

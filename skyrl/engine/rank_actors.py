@@ -40,8 +40,8 @@ _PLAIN = ("CPU", "GPU", "memory")
 class RankActor:
     """The actor of one rank: makes the rank in its process, and runs its methods.
 
-    Ray calls `answer` on one thread, `read` on another, and `beat` on a third. The process ends by itself when nobody
-    has asked for a sign of life for `unasked_s`: a node that was cut off from the cluster must not keep its GPU.
+    Ray calls `answer` on one thread, for reads on another, and `beat` on a third. The process ends by itself when
+    nobody has asked for a sign of life for `unasked_s`: a node that was cut off from the cluster must not keep its GPU.
     """
 
     def __init__(self, cuda: bool, unasked_s: float) -> None:
@@ -75,9 +75,6 @@ class RankActor:
             raise RuntimeError("torch finds no CUDA device on this rank's node, which has a GPU for it")
 
     def answer(self, call: tuple[str, Sequence[Any]]) -> Any:
-        return self._rank.answer(*call)
-
-    def read(self, call: tuple[str, Sequence[Any]]) -> Any:
         return self._rank.answer(*call)
 
     def beat(self) -> int:
@@ -159,14 +156,14 @@ class RankActors:
         import ray
 
         with self._calling:
-            self._check()
+            self.raise_if_failed()
             shared = ray.put((method, arguments))
             return self._answers([actor.answer.remote(shared) for actor in self._actors])
 
     def call_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """Call a method on all ranks, on each with its own arguments."""
         with self._calling:
-            self._check()
+            self.raise_if_failed()
             return self._answers(
                 [actor.answer.remote((method, each)) for actor, each in zip(self._actors, arguments, strict=True)]
             )
@@ -178,14 +175,10 @@ class RankActors:
         return self._read(self._actors, method, arguments)
 
     def _read(self, actors: Sequence[Any], method: str, arguments: Sequence[Any]) -> list[Any]:
-        self._check()
+        self.raise_if_failed()
         return self._answers(
-            [actor.read.options(concurrency_group="read").remote((method, arguments)) for actor in actors]
+            [actor.answer.options(concurrency_group="read").remote((method, arguments)) for actor in actors]
         )
-
-    def raise_if_failed(self) -> None:
-        """Raise the exception of a rank that has died."""
-        self._check()
 
     def close(self) -> None:
         """Kill the actors and give their resources back."""
@@ -253,7 +246,7 @@ class RankActors:
                     ray.get(reference)
                 except RayError as error:
                     self._fail_with(asked.index(reference), error)
-            self._check()
+            self.raise_if_failed()
             if waiting and until is not None and time.monotonic() > until:
                 self._fail(f"{self._rank(asked.index(waiting[0]))} did not start within {within_s:g} s")
         return [ray.get(reference) for reference in asked]
@@ -278,7 +271,8 @@ class RankActors:
                 self._failure = why
                 logger.error("the trainer's ranks cannot go on: %s", why)
 
-    def _check(self) -> None:
+    def raise_if_failed(self) -> None:
+        """Raise the exception of a rank that has died."""
         if self._failure is not None:
             raise self._died(self._failure)
 
@@ -339,7 +333,7 @@ def start_ranks(config: ServerConfig, publish: Callable[[str], None]) -> RankAct
 
     Raises RankDied when a rank does not start.
     """
-    from skyrl.trainer.ranks.over_ranks import rank_settings
+    from skyrl.trainer.ranks.lora_backend import rank_settings
 
     def say(missing: str) -> None:
         text = f"waiting for the trainer's ranks: {missing}" if missing else LOADING

@@ -13,24 +13,23 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 from skyrl.base.config.base_models import BaseModelSlot
 from skyrl.base.types.activity import WaitsFor
 from skyrl.base.types.requests import ENGINE_KINDS, Command
 from skyrl.engine.activity import Holds
-from skyrl.engine.command_log import CommandLog
+from skyrl.engine.command_log import CommandLog, Settlement
 from skyrl.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
 from skyrl.engine.model_ends import ModelEnds, fail_foreign
 from skyrl.engine.restoring import Closed, Restoring, Stopped
 from skyrl.engine.scheduler import Scheduler
-from skyrl.engine.settlement import Settlement
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineSignals, EngineThreads
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
 from skyrl.storage.db import commands as rows
 from skyrl.storage.db import models as model_rows
-from skyrl.storage.db.claims import Displaced
-from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.db.database import Connection, Database, Displaced
 from skyrl.storage.db.faults import is_transient
 from skyrl.storage.db.models import ModelRecord
 from skyrl.trainer.protocol import Backend, OutOfMemory
@@ -53,45 +52,30 @@ MEMORY_PAUSE = 9.0
 commands on the backend thread; in the pause other models train."""
 
 
+@dataclass(eq=False)
 class Recovery:
     """Call all methods on the event loop: `begin` once, before the engine's loop; then `restore_wanted` every LOOK_S,
-    and `retry` now and then for held models, whose checkpoint store was away or for which memory was short."""
+    and `retry` now and then for held models, whose checkpoint store was away or for which memory was short. After
+    `signals.stop()`, recovery ends before the next command. `wants_all`: also restore models whose clients are gone."""
 
-    def __init__(
-        self,
-        database: Database,
-        backend: Backend,
-        scheduler: Scheduler,
-        log: CommandLog,
-        settlement: Settlement,
-        threads: EngineThreads,
-        snapshots: Snapshots,
-        ledger: CrashLedger,
-        signals: EngineSignals,
-        holds: Holds,
-        restoring: Restoring,
-        model_ends: ModelEnds,
-        role: BaseModelSlot,
-        *,
-        wants_all: bool,
-    ) -> None:
-        """After `signals.stop()`, recovery ends before the next command. `wants_all`: also restore models whose clients
-        are gone."""
-        self._database = database
-        self._backend = backend
-        self._scheduler = scheduler
-        self._log = log
-        self._settlement = settlement
-        self._threads = threads
-        self._snapshots = snapshots
-        self._ledger = ledger
-        self._signals = signals
-        self._holds = holds
-        self.restoring = restoring
-        self._model_ends = model_ends
-        self._role = role
-        self._wants_all = wants_all
-        self._counts = ledger.counts
+    _database: Database
+    _backend: Backend
+    _scheduler: Scheduler
+    _log: CommandLog
+    _settlement: Settlement
+    _threads: EngineThreads
+    _snapshots: Snapshots
+    _ledger: CrashLedger
+    _signals: EngineSignals
+    _holds: Holds
+    restoring: Restoring
+    _model_ends: ModelEnds
+    _role: BaseModelSlot
+    _: KW_ONLY
+    wants_all: bool
+
+    def __post_init__(self) -> None:
+        self._counts = self._ledger.counts
         self.on_failed: Callable[[], None] = lambda: None
         """Called when a model has failed for good."""
         self._unrestored: set[str] = set()
@@ -164,7 +148,7 @@ class Recovery:
         models = [model for model in await self._living() if model.id in self._unrestored]
         asked = await self._database.read_async(rows.models_with_pending)
         heartbeats = await self._heartbeats()
-        wanted = [m for m in models if m.id in asked or self._wants_all or self._lives(m.id, heartbeats.get(m.id))]
+        wanted = [m for m in models if m.id in asked or self.wants_all or self._lives(m.id, heartbeats.get(m.id))]
         uncounted = [model for model in wanted if model.id not in self._counted]
         if uncounted:
             self._counted.update(model.id for model in uncounted)

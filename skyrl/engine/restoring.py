@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl.base.types.requests import Command, ExecutedCommand, Kind
@@ -25,7 +26,7 @@ from skyrl.base.wire.requests import LoadWeightsCommand
 from skyrl.engine.activity import Holds
 from skyrl.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
 from skyrl.engine.exclusive_commands import adam_params
-from skyrl.engine.passes import PassPictures, decode_pass
+from skyrl.engine.execution import PassPictures, decode_pass
 from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.telemetry import CommandTracing
@@ -51,36 +52,25 @@ class Closed(Exception):
     """The model was closed while it was being restored."""
 
 
+@dataclass(eq=False)
 class Restoring:
     """Restores models, also several at a time. `suspected`: the commands that run alone, because the engine may have
     died of one of them."""
 
-    def __init__(
-        self,
-        database: Database,
-        backend: Backend,
-        scheduler: Scheduler,
-        threads: EngineThreads,
-        snapshots: Snapshots,
-        store: CheckpointStore,
-        ledger: CrashLedger,
-        signals: EngineSignals,
-        holds: Holds,
-        tracing: CommandTracing,
-        pictures: PassPictures,
-    ) -> None:
-        self._database = database
-        self._backend = backend
-        self._scheduler = scheduler
-        self._threads = threads
-        self._snapshots = snapshots
-        self._store = store
-        self._ledger = ledger
-        self._signals = signals
-        self._holds = holds
-        self._tracing = tracing
-        self._pictures = pictures
-        self._counts = ledger.counts
+    _database: Database
+    _backend: Backend
+    _scheduler: Scheduler
+    _threads: EngineThreads
+    _snapshots: Snapshots
+    _store: CheckpointStore
+    _ledger: CrashLedger
+    _signals: EngineSignals
+    _holds: Holds
+    _tracing: CommandTracing
+    _pictures: PassPictures
+
+    def __post_init__(self) -> None:
+        self._counts = self._ledger.counts
         self.suspected: set[str] = set()
 
     async def restore(self, model: ModelRecord) -> None:

@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 import httpx
 import numpy as np
@@ -53,24 +52,10 @@ NO_PICTURES = (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)
 LEAVE_OUT = "generator.inference_engine.compare_with_trainer = false leaves this comparison out"
 
 
-class Sampler(Protocol):
-    """What is asked of `VllmClient`, with its errors."""
-
-    async def health(self) -> object | None: ...
-
-    async def load_adapter(self, name: str, directory: str) -> None: ...
-
-    async def unload_adapter(self, name: str) -> None: ...
-
-    async def prompt_logprobs(self, model: str, tokens: list[int]) -> list[float]: ...
-
-    async def logprobs_behind(self, model: str, tokens: list[int], picture: bytes, count: int) -> list[float]: ...
-
-
 class SamplerCheck:
     """The check of one start. `run` compares one server: the others are started with the same options."""
 
-    def __init__(self, trainer: Expected, sampler: Sampler, host: AdapterHost, base_model: str) -> None:
+    def __init__(self, trainer: Expected, sampler: VllmClient, host: AdapterHost, base_model: str) -> None:
         """`base_model`: its name in the sampler, which is ready."""
         self._trainer = trainer
         self._sampler = sampler
@@ -238,18 +223,16 @@ class StartCheck:
             await asyncio.to_thread(publish, "waiting for vLLM, to compare it with the trainer")
             url = await self._ready_url()
             await asyncio.to_thread(publish, "comparing vLLM with the trainer")
-            found = await self._compared(url, self._expected)
+            client = VllmClient(url, self._key, timeout_s=ANSWER_S)
+            try:
+                base_name = self._runtime.config.served_names[0]
+                found = await SamplerCheck(self._expected, client, self._host, base_name).run()
+            finally:
+                await client.close()
         finally:
             await self._threads.on_files(self._trainer.remove)
         logger.info("vLLM and the trainer agree: %s; the trainer's part took %.2f s", found, self._took_s)
         await asyncio.to_thread(self._passed.touch)
-
-    async def _compared(self, url: str, expected: Expected) -> str:
-        client = VllmClient(url, self._key, timeout_s=ANSWER_S)
-        try:
-            return await SamplerCheck(expected, client, self._host, self._runtime.config.served_names[0]).run()
-        finally:
-            await client.close()
 
     @property
     def _key(self) -> str:

@@ -29,7 +29,7 @@ from skyrl.base.wire.requests import SaveWeightsExternalRequest, SaveWeightsForS
 from skyrl.engine.save_limits import SaveLimits
 from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored
 from skyrl.storage.checkpoint_store.directories import atomic_directory, link_files, remove, safe_name, sizes_of
-from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_key, full_directory, full_key
+from skyrl.storage.checkpoint_store.versions import version_directory, version_key
 from skyrl.storage.db import audit, checkpoints, full_weights, usage
 from skyrl.storage.db.checkpoints import Checkpoint
 from skyrl.storage.db.database import Change, Connection, Database
@@ -97,7 +97,7 @@ class Saves:
             sizes = sizes_of(directory)
         else:
             weights = self._take_version(model)
-            key = _key_of(weights)
+            key = version_key(weights)
             with self._store.writing(key) as directory:
                 self._backend.save_adapter(model.id, directory, dtype=self._dtype_of(weights))
                 sizes = sizes_of(directory)
@@ -117,7 +117,7 @@ class Saves:
         it recorded the version, which vLLM may have loaded, and the same name must not get other files. A version of
         the full weights is written anew, because the replicas get it anew."""
         version = _version_of(model, model.sampler_version + 1)
-        while isinstance(version, AdapterVersion) and adapter_directory(self._config.state_dir, version).exists():
+        while isinstance(version, AdapterVersion) and version_directory(self._config.state_dir, version).exists():
             version = _version_of(model, version.number + 1)
         return version
 
@@ -129,7 +129,7 @@ class Saves:
         That the number is taken is recorded before the files are written. Their key follows from the number, and an
         engine that has lost its claim can record nothing: so it never writes to a key of its successor."""
         number = max(model.sampler_version, model.versions_taken) + 1
-        while self._is_stored(_key_of(_version_of(model, number))):
+        while self._is_stored(version_key(_version_of(model, number))):
             number += 1
         self._database.write(set_model(model.id, versions_taken=number))
         return _version_of(model, number)
@@ -143,11 +143,9 @@ class Saves:
 
     def _write_version(self, weights: AdapterVersion | FullWeights) -> Path:
         """Write the files of a model's next version. Returns their directory."""
+        directory = version_directory(self._config.state_dir, weights)
         if isinstance(weights, FullWeights):
-            directory = full_directory(self._config.state_dir, weights)
             remove(directory)  # left by an engine that died between the rename and the commit
-        else:
-            directory = adapter_directory(self._config.state_dir, weights)
         with atomic_directory(directory) as scratch:
             self._backend.save_adapter(weights.model_id, scratch, dtype=self._dtype_of(weights))
         return directory
@@ -262,10 +260,6 @@ class Saves:
 
 def _version_of(model: ModelRecord, number: int) -> AdapterVersion | FullWeights:
     return FullWeights.of(model.id, number) if model.lora.is_full else AdapterVersion.of(model.id, number)
-
-
-def _key_of(weights: AdapterVersion | FullWeights) -> str:
-    return full_key(weights) if isinstance(weights, FullWeights) else adapter_key(weights)
 
 
 def _new_key(command: Command, path: TinkerPath) -> str:

@@ -35,21 +35,10 @@ from skyrl.engine.threads import EngineSignals
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
 from skyrl.storage.checkpoint_store.directories import id_of, is_scratch, old_scratch, remove, safe_name, subdirectories
-from skyrl.storage.checkpoint_store.versions import (
-    ADAPTERS,
-    FULL_WEIGHTS,
-    adapter_at,
-    adapter_directory,
-    adapter_in,
-    adapter_key,
-    full_at,
-    full_key,
-    full_weights_in,
-)
+from skyrl.storage.checkpoint_store.versions import model_of, version_at, version_directory, version_in, version_key
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.checkpoints import pop_expired, store_keys
-from skyrl.storage.db.claims import Displaced
-from skyrl.storage.db.database import MAX_NAMED, Connection, Database
+from skyrl.storage.db.database import MAX_NAMED, Connection, Database, Displaced
 from skyrl.storage.db.models import closed_among
 from skyrl.storage.db.repeats import repeat
 from skyrl.storage.db.scopes import models_in_scope
@@ -150,7 +139,8 @@ class FileSweeper:
         expired = self._database.write(lambda c: pop_expired(c, time.time(), self._scope))
         self._expired |= {checkpoint.store_key for checkpoint in expired}
         paths = [path for model in subdirectories(self._config.adapters_dir) for path in subdirectories(model)]
-        found = dict.fromkeys([*(adapter for path in paths if (adapter := adapter_in(path))), *self._stored])
+        here = (adapter for path in paths if isinstance(adapter := version_in(path), AdapterVersion))
+        found = dict.fromkeys([*here, *self._stored])
         mine = self._files.among(adapter.model_id for adapter in found)
         loaded = [adapter for adapter in found if adapter not in self._deletable_at and adapter.model_id in mine]
         return self._database.read(lambda c: self._unused(c, loaded, saving))
@@ -186,7 +176,7 @@ class FileSweeper:
         now = self._database.write(self._replace_full_weights) if self._config.full_finetuning else None
         kept = {safe_name(model_id) for model_id in saving}
         for path in old:
-            if path.parent.name not in kept and (version := full_weights_in(path)) is not None and version != now:
+            if path.parent.name not in kept and (version := version_in(path)) is not None and version != now:
                 self._remove(path)
 
     def _sweep_stored_versions(self) -> None:
@@ -205,16 +195,16 @@ class FileSweeper:
         self._database.write(self._replace_full_weights)
         kept = self._database.read(store_keys)
         for version in sorted(over, key=str):
-            if full_key(version) not in kept:
-                self._delete_stored(full_key(version))
+            if version_key(version) not in kept:
+                self._delete_stored(version_key(version))
         self._versions -= over
 
     def _delete_adapter(self, adapter: AdapterVersion) -> None:
-        directory = adapter_directory(self._config.state_dir, adapter)
+        directory = version_directory(self._config.state_dir, adapter)
         if directory.is_dir():
             self._remove(directory)
         if self._stored.pop(adapter, None) is not None:
-            self._delete_stored(adapter_key(adapter))
+            self._delete_stored(version_key(adapter))
 
     def _sweep_store(self, saving: Collection[str]) -> None:
         """Delete the files of expired checkpoints. If a listing of the checkpoint store is due, also delete other files
@@ -226,17 +216,17 @@ class FileSweeper:
             self._store.remove_leftovers(self._started_at, self._files.has_group)
             grace_s = LISTING_S if self._remote else GRACE_S
             listed = self._listed()
-            adapters = {key: adapter for key in listed if (adapter := adapter_at(key)) is not None}
-            self._stored = {adapter: listed[key] for key, adapter in adapters.items()}
-            versions = {key: version for key in listed if (version := full_at(key)) is not None}
-            self._versions.update(versions.values())
+            versions = {key: version for key in listed if (version := version_at(key)) is not None}
+            self._stored = {each: listed[key] for key, each in versions.items() if isinstance(each, AdapterVersion)}
+            self._versions.update(each for each in versions.values() if isinstance(each, FullWeights))
             old = {key for key, stored_at in listed.items() if stored_at < now - grace_s}
-            unused |= self._without_row(old - adapters.keys() - versions.keys(), saving)
+            unused |= self._without_row(old - versions.keys(), saving)
             self._listing_due = now + (LISTING_S if self._remote else 0.0)
         for key in sorted(unused):
-            if (version := full_at(key)) is not None:
+            version = version_at(key)
+            if isinstance(version, FullWeights):
                 self._versions.add(version)
-            elif adapter_at(key) is None:  # an adapter may be sampled from without its checkpoint
+            elif version is None:  # an adapter may be sampled from without its checkpoint
                 self._delete_stored(key)
 
     def _listed(self) -> dict[str, float]:
@@ -288,7 +278,7 @@ class FileSweeper:
         now = time.time()
         if (stored_at := self._stored.get(adapter)) is not None:
             return stored_at < now - (LISTING_S if self._remote else GRACE_S)
-        return _changed_at(adapter_directory(self._config.state_dir, adapter)) < now - GRACE_S
+        return _changed_at(version_directory(self._config.state_dir, adapter)) < now - GRACE_S
 
 
 def _changed_at(path: Path) -> float:
@@ -354,8 +344,3 @@ class FileScope:
 
     def _owns_probe(self, role_name: str) -> bool:
         return role_name == self._role.name or (not role_name and self._role.scope.has_rest)
-
-
-def model_of(group: str) -> str:
-    """The model whose files are stored under keys that begin with `group`."""
-    return id_of(group.removeprefix(f"{ADAPTERS}-").removeprefix(f"{FULL_WEIGHTS}-"))

@@ -31,7 +31,7 @@ from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.engine.sweeping import new_probe
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
 from skyrl.storage.checkpoint_store.directories import atomic_directory, remove
-from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_key
+from skyrl.storage.checkpoint_store.versions import version_directory, version_key
 from skyrl.trainer.protocol import Backend, Datum, TrainingPass
 
 Logprobs = npt.NDArray[np.float32]
@@ -250,9 +250,9 @@ class TrainerProbes:
         try:
             for probe in self._probes:
                 if self._config.weights_travel:
-                    self._store.delete(adapter_key(probe.adapter))
+                    self._store.delete(version_key(probe.adapter))
                 else:
-                    directory = adapter_directory(self._config.state_dir, probe.adapter)
+                    directory = version_directory(self._config.state_dir, probe.adapter)
                     remove(directory)
                     with contextlib.suppress(OSError):  # others of this start are in it
                         directory.parent.rmdir()
@@ -281,9 +281,9 @@ class TrainerProbes:
     def _save(self, layers: str, adapter: AdapterVersion, logprobs: Logprobs) -> None:
         """Save the model's adapter where saves write this version: see `Saves.for_sampler`."""
         if self._config.weights_travel:
-            writing = self._store.writing(adapter_key(adapter))
+            writing = self._store.writing(version_key(adapter))
         else:
-            writing = atomic_directory(adapter_directory(self._config.state_dir, adapter))
+            writing = atomic_directory(version_directory(self._config.state_dir, adapter))
         with writing as directory:
             self._backend.save_adapter(self._model_id, directory, dtype=self._config.adapter_dtype)
         self._probes.append(Probe(layers, adapter, logprobs))

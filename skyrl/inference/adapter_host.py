@@ -16,7 +16,7 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.remote.references import reference_to
 from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError, in_store
 from skyrl.storage.checkpoint_store.directories import fetch
-from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_key
+from skyrl.storage.checkpoint_store.versions import version_directory, version_key
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,8 @@ class SharedDirectory:
         """
         try:
             state_dir = self._state_dir()
-            directory = adapter_directory(state_dir, adapter)
-            if await asyncio.to_thread(_is_missing, state_dir, directory):
+            directory = version_directory(state_dir, adapter)
+            if await asyncio.to_thread(lambda: state_dir.is_dir() and not directory.is_dir()):
                 await self._fetch(adapter, directory)
         except AdapterMissing:
             raise
@@ -95,7 +95,7 @@ class SharedDirectory:
         return str(directory)
 
     async def _fetch(self, adapter: AdapterVersion, directory: Path) -> None:
-        key = await self._store_key(adapter) or adapter_key(adapter)
+        key = await self._store_key(adapter) or version_key(adapter)
         try:
             await in_store(fetch, self._store, key, directory)
         except NotStored as error:
@@ -124,7 +124,7 @@ class StoredAdapters:
 
     async def _find(self, adapter: AdapterVersion) -> str:
         try:
-            key = await self._store_key(adapter) or adapter_key(adapter)
+            key = await self._store_key(adapter) or version_key(adapter)
         except Exception as error:  # an unreachable database
             raise AdapterUnavailable(adapter, error) from error
         try:
@@ -157,8 +157,3 @@ class HostOfOtherServer:
         except Exception as error:  # an unreachable database
             raise AdapterUnavailable(adapter, error) from error
         return await host.bring(adapter)
-
-
-def _is_missing(state_dir: Path, directory: Path) -> bool:
-    """Whether this process sees the state directory, but not `directory` in it."""
-    return state_dir.is_dir() and not directory.is_dir()

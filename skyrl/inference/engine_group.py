@@ -18,7 +18,7 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
 from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
 from skyrl.inference.replica import NoAnswer, Replica, ReplicaState
-from skyrl.inference.router_members import Members, NotTold
+from skyrl.inference.router_members import NotTold, RouterMembers
 from skyrl.inference.vllm_client import VllmError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class EngineGroup:
         in_use: AdaptersInUse,
         *,
         proxy_url: str | None = None,
-        members: Members | None = None,
+        members: RouterMembers | None = None,
         weights: FullWeightsOfReplicas | None = None,
         has_all: bool = True,
         starting_interval_s: float = 0.1,

@@ -96,17 +96,30 @@ class Vllm:
         fetches = {**node_environment(self.config), CACHE: str(self._cache())}
         if not self.config.full_finetuning:
             return replace(spec, env={**fetches, **spec.env})
-        assert sidecar_port is not None
+        return self._with_sidecar(spec, name, sidecar_port, self.key, self.key, fetches)
+
+    def _with_sidecar(
+        self,
+        spec: ServerSpec,
+        name: str,
+        port: int | None,
+        admin_key: str | None,
+        client_key: str | None,
+        env: Mapping[str, str],
+    ) -> ServerSpec:
+        assert port is not None
         placed = PlacedSidecar(
             vllm_url=spec.url,
             host=spec.host,
-            port=sidecar_port,
+            port=port,
             number=int(name.rpartition("-")[2]),
             base_model=self.config.base_model_path,
             log_level=self.config.log_level,
             log_format=self.config.log_format,
         )
-        return replace(spec, sidecar=sidecar_spec(placed, fetches | placed.environment(self.key, self.key, self.key)))
+        argv = (sys.executable, "-m", "skyrl.inference.remote.sidecar")
+        env = {**env, **placed.environment(self.key, admin_key, client_key)}
+        return replace(spec, sidecar=ServerSpec(argv, env, spec.host, port, f"sidecar-{placed.number}.log"))
 
     def _cache(self) -> Path:
         """Where the vLLMs of this node keep weights: as the node's operator says, or else in a directory that outlives
@@ -134,12 +147,6 @@ class Vllm:
         return Replica(addresses.data, addresses, self.key, host, metrics=metrics)
 
 
-def sidecar_spec(placed: PlacedSidecar, env: Mapping[str, str]) -> ServerSpec:
-    """The sidecar as a command. `env` has its settings."""
-    argv = (sys.executable, "-m", "skyrl.inference.remote.sidecar")
-    return ServerSpec(argv, env, placed.host, placed.port, f"sidecar-{placed.number}.log")
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -152,18 +159,8 @@ class RolloutVllm(Vllm):
 
     def spec(self, name: str, spot: Spot) -> ServerSpec:
         spec = super().spec(name, spot)
-        assert spot.sidecar_port is not None
-        placed = PlacedSidecar(
-            vllm_url=spec.url,
-            host=spec.host,
-            port=spot.sidecar_port,
-            number=int(name.rpartition("-")[2]),
-            base_model=self.config.base_model_path,
-            log_level=self.config.log_level,
-            log_format=self.config.log_format,
-        )
-        sidecar = sidecar_spec(placed, placed.environment(self.key, self.admin_key, self.client_key))
-        return replace(spec, env={**spec.env, **_group_interface(spec.host)}, sidecar=sidecar)
+        spec = self._with_sidecar(spec, name, spot.sidecar_port, self.admin_key, self.client_key, {})
+        return replace(spec, env={**spec.env, **_group_interface(spec.host)})
 
 
 def _group_interface(host: str) -> dict[str, str]:

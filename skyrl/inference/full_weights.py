@@ -110,7 +110,7 @@ class FullWeightsOfReplicas:
         """
         async with self._publishing:
             replicas = list(ready())
-            updates = {each: self._update_of(each) for each in replicas}
+            updates = {each: WeightUpdate(VersionOnDisk(self._workers(each))) for each in replicas}
             failed = await self._each(updates, lambda replica, update: self._stage(replica, update, wanted))
             staged = {replica: update for replica, update in updates.items() if replica not in failed}
             refusals = [error for error in failed.values() if isinstance(error, VllmError)]
@@ -130,9 +130,6 @@ class FullWeightsOfReplicas:
         if replica.addresses.sidecar is None:  # the row is of an earlier start without sidecars
             raise NoAnswer(f"the sidecar of vLLM at {replica.addresses.admin} is not known yet")
         return Workers([replica.addresses.sidecar], self._key, UPDATE_S)
-
-    def _update_of(self, replica: Replica) -> Update:
-        return WeightUpdate(VersionOnDisk(self._workers(replica)))
 
     async def _stage(self, replica: Replica, update: Update, wanted: VersionFiles) -> None:
         async def stage() -> None:

@@ -4,7 +4,7 @@ by the engine after a save and by API processes when vLLM has lost one."""
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -60,15 +60,11 @@ def _family(line: str) -> str:
 
 def _checked(family: Metric) -> Metric:
     checked = Metric(family.name, family.documentation, family.type)
-    checked.samples = [*_without_dropped(family.samples)]
-    return checked
-
-
-def _without_dropped(samples: Iterable[Sample]) -> Iterable[Sample]:
-    for sample in samples:
+    for sample in family.samples:
         labels = {name: value for name, value in sample.labels.items() if name not in DROPPED}
         if labels.keys() <= KEPT:
-            yield Sample(sample.name, labels, sample.value)
+            checked.samples.append(Sample(sample.name, labels, sample.value))
+    return checked
 
 
 LOAD_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60)

@@ -20,6 +20,7 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.adapter_host import AdapterHost
 from skyrl.inference.metrics import AdapterMetrics
 from skyrl.inference.vllm_client import VllmClient, VllmError
+from skyrl.runtime.processes.supervision import set_within
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -129,11 +130,7 @@ class Replica:
 
     async def lost_within(self, seconds: float) -> bool:
         """Wait until the replica is lost, but at most `seconds`. Returns whether it is lost."""
-        try:
-            await asyncio.wait_for(self._lost.wait(), seconds)
-        except TimeoutError:
-            return False
-        return True
+        return await set_within(self._lost, seconds)
 
     async def is_healthy(self) -> bool:
         """Ask `/health`, and record which incarnation answers."""
@@ -214,9 +211,12 @@ class Replica:
     async def _unload_retired(self) -> None:
         """Unload the retired adapters one after another. The first call without an answer is the last, so that a server
         that hangs costs one timeout. A server that refuses connections reads no files: it has ended or is ending, and
-        its next start has no adapters."""
+        its next start has no adapters. An adapter that is being loaded waits for a later call of `retire`."""
         asked: set[AdapterVersion] = set()
-        while (adapter := self._next_to_unload(asked)) is not None:
+        while True:
+            adapter = next((each for each in self._retired if each not in asked and each not in self._loading), None)
+            if adapter is None:
+                return
             asked.add(adapter)
             self.adapters.discard(adapter)  # also without an answer: a server that hung may still read the request
             try:
@@ -235,11 +235,6 @@ class Replica:
                 return
             self._retired.pop(adapter, None)
             self._unloaded.add(adapter)
-
-    def _next_to_unload(self, asked: set[AdapterVersion]) -> AdapterVersion | None:
-        """The next retired adapter that is not in `asked`. An adapter that is being loaded waits for a later call of
-        `retire`."""
-        return next((each for each in self._retired if each not in asked and each not in self._loading), None)
 
     def in_background(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task that goes on when its caller stops waiting for it. `close` cancels it."""

@@ -7,7 +7,6 @@ samples.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
 
 import httpx
 import msgspec
@@ -17,21 +16,6 @@ TIMEOUT_S = 2.0
 
 class NotTold(Exception):
     """The router was not told, or has refused. The text says why."""
-
-
-class Members(Protocol):
-    """The membership of replicas behind one URL."""
-
-    async def update(
-        self, used: Collection[str], left_out: Collection[str], running: Collection[str] | None = None
-    ) -> None:
-        """Use the replicas at the URLs `used`, and send nothing new to those at `left_out`. `running` are the URLs of
-        all servers that run, or None while they are not known: a server that is not among them has ended, and the
-        requests that are in flight there are broken off. Other replicas keep their places. Raises NotTold; a later call
-        tries again."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 class _Worker(msgspec.Struct):
@@ -67,8 +51,13 @@ class RouterMembers:
     async def update(
         self, used: Collection[str], left_out: Collection[str], running: Collection[str] | None = None
     ) -> None:
-        """As `Members.update`. Asks the router first, and tells it only what differs: a router that was started again
-        may have lost its workers, and a registration that changes nothing would hide probes that have failed."""
+        """Use the replicas at the URLs `used`, and send nothing new to those at `left_out`. `running` are the URLs of
+        all servers that run, or None while they are not known: a server that is not among them has ended, and the
+        requests that are in flight there are broken off. Other replicas keep their places. Raises NotTold; a later call
+        tries again.
+
+        Asks the router first, and tells it only what differs: a router that was started again may have lost its
+        workers, and a registration that changes nothing would hide probes that have failed."""
         try:
             answer = self._checked(await self._http.get("/statusz"))
             state_of = {worker.url: worker.state for worker in _decode_status(answer.content).workers}

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 
 import torch
 
 from skyrl.weights.deltas import delta
-from skyrl.weights.disk import new_directory, write_index, write_shard
-from skyrl.weights.tensors import Part, check_sent, digest
+from skyrl.weights.disk import CheckpointOnDisk
+from skyrl.weights.tensors import Part, digest
 from skyrl.weights.workers import PauseMode, VersionOnDisk, Workers, WorkersFailed
 
 
-class ChangesOnDisk:
+class ChangesOnDisk(CheckpointOnDisk):
     """The first update sends all tensors, and the servers keep their bytes. Later ones send the elements whose bits
     have changed, and the servers make the whole version of them: the same bits as of a whole update, checked and
     applied in the same way. Servers name the version that they keep; if one of them keeps another, as after a restart,
@@ -28,38 +27,22 @@ class ChangesOnDisk:
     def __init__(
         self, workers: Workers, parent: Path, pause: PauseMode | None = "in_place", *, checksums: bool = False
     ) -> None:
-        self._workers = workers
-        self._parent = parent
-        self._pause: PauseMode | None = pause
+        super().__init__(workers, parent, pause)
         self._checksums = checksums
         self._base: str | None = None
         """The version that the servers keep; None: the next update sends all tensors."""
         self._last: dict[str, torch.Tensor] = {}
         """The tensors of that version, on their way to the next one."""
-        self._version = ""
         self._sent: set[str] = set()
-        self._shards: list[tuple[str, list[str]]] = []
-        self._directory: Path | None = None
         self.sent_bytes = 0
         """Of the last update's tensors, as they were written."""
 
     async def begin(self, version: str) -> None:
         """Raises OSError."""
-        self._version, self._sent, self._shards, self.sent_bytes = version, set(), [], 0
-        self._directory = new_directory(self._parent, version)
+        self._sent, self.sent_bytes = set(), 0
+        await super().begin(version)
 
-    async def send(self, part: Part) -> None:
-        """Raises OSError, ValueError for a dtype that servers do not take."""
-        assert self._directory is not None
-        check_sent(part)
-        writing = asyncio.ensure_future(asyncio.to_thread(self._write_changes, part, self._directory))
-        try:
-            await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await asyncio.wait([writing])  # the directory is deleted next
-            raise
-
-    def _write_changes(self, part: Part, directory: Path) -> None:
+    def _write(self, part: Part) -> None:
         changed: Part = {}
         for name, tensor in part.items():
             new, old = tensor.detach().cpu().contiguous(), self._last.get(name)
@@ -69,48 +52,38 @@ class ChangesOnDisk:
                 continue
             changed |= delta(name, old, new)
             old.copy_(new)
-        self._write(changed, directory)
+        self._write_all(changed)
 
-    def _write(self, part: Part, directory: Path) -> None:
+    def _write_all(self, part: Part) -> None:
         self.sent_bytes += sum(tensor.nbytes for tensor in part.values())
-        self._shards.append((write_shard(part, directory, len(self._shards) + 1), list(part)))
+        super()._write(part)
 
     async def finish(self) -> None:
         """Raises OSError, WorkersFailed."""
-        assert self._directory is not None
         for gone in self._last.keys() - self._sent:
             del self._last[gone]
         base, self._base = self._base, None
-        written = await self._staged(base)
-        await written.finish()
-        self._base = self._version
-        await self._delete()
-
-    async def _staged(self, base: str | None) -> VersionOnDisk:
-        assert self._directory is not None
-        checksums = None
-        if self._checksums:
-            checksums = {name: await asyncio.to_thread(digest, name, tensor) for name, tensor in self._last.items()}
-        write_index(self._directory, self._shards)
-        written = VersionOnDisk(self._workers, self._pause, keep=True, base=base, checksums=checksums)
-        await written.begin(self._version)
         try:
-            await written.send(self._directory.absolute())
+            written = await self._staged(await self._kept(base))
         except WorkersFailed as error:
             if base is None or not error.refused:
                 raise
             await self._delete()
-            self._directory, self._shards = new_directory(self._parent, self._version), []
-            await asyncio.to_thread(self._write, self._last, self._directory)
-            return await self._staged(None)
-        return written
+            await super().begin(self._version)
+            await asyncio.to_thread(self._write_all, self._last)
+            written = await self._staged(await self._kept(None))
+        await written.finish()
+        self._base = self._version
+        await self._delete()
+
+    async def _kept(self, base: str | None) -> VersionOnDisk:
+        """How the servers get the version: they keep its bytes."""
+        checksums = None
+        if self._checksums:
+            checksums = {name: await asyncio.to_thread(digest, name, tensor) for name, tensor in self._last.items()}
+        return VersionOnDisk(self._workers, self._pause, keep=True, base=base, checksums=checksums)
 
     async def abandon(self) -> None:
         """The next update sends all tensors."""
         self._base = None
-        await self._delete()
-
-    async def _delete(self) -> None:
-        directory, self._directory = self._directory, None
-        if directory is not None:
-            await asyncio.to_thread(shutil.rmtree, directory)
+        await super().abandon()

@@ -33,29 +33,41 @@ class CheckpointOnDisk:
 
     async def begin(self, version: str) -> None:
         """Raises OSError."""
-        self._directory = new_directory(self._parent, version)
-        self._version, self._shards = version, []
+        shown = re.sub(r"[^\w.-]", "_", version)
+        directory = self._parent / f"weights-{shown}-{secrets.token_hex(4)}"
+        directory.mkdir(parents=True)  # servers of another user read it, so it is not for this user alone
+        self._directory, self._version, self._shards = directory, version, []
 
     async def send(self, part: Part) -> None:
         """Write one file. Raises OSError, ValueError for a dtype that servers do not take."""
-        assert self._directory is not None
         check_sent(part)
-        writing = asyncio.ensure_future(asyncio.to_thread(write_shard, part, self._directory, len(self._shards) + 1))
+        writing = asyncio.ensure_future(asyncio.to_thread(self._write, part))
         try:
-            self._shards.append((await asyncio.shield(writing), list(part)))
+            await asyncio.shield(writing)
         except asyncio.CancelledError:
             await asyncio.wait([writing])  # the directory is deleted next
             raise
 
+    def _write(self, part: Part) -> None:
+        assert self._directory is not None
+        name = f"model-{len(self._shards) + 1:05}.safetensors"
+        save_file({name: tensor.cpu().contiguous() for name, tensor in part.items()}, self._directory / name)
+        with open(self._directory / name, "rb") as written:
+            os.fsync(written.fileno())  # a server on another machine reads it
+        self._shards.append((name, list(part)))
+
     async def finish(self) -> None:
         """Raises OSError, WorkersFailed."""
+        await (await self._staged(VersionOnDisk(self._workers, self._pause))).finish()
+        await self._delete()
+
+    async def _staged(self, written: VersionOnDisk) -> VersionOnDisk:
         assert self._directory is not None
-        write_index(self._directory, self._shards)
-        written = VersionOnDisk(self._workers, self._pause)
+        index = {"weight_map": {tensor: file for file, tensors in self._shards for tensor in tensors}}
+        (self._directory / INDEX).write_text(json.dumps(index))
         await written.begin(self._version)
         await written.send(self._directory.absolute())
-        await written.finish()
-        await self._delete()
+        return written
 
     async def abandon(self) -> None:
         await self._delete()
@@ -64,27 +76,3 @@ class CheckpointOnDisk:
         directory, self._directory = self._directory, None
         if directory is not None:
             await asyncio.to_thread(shutil.rmtree, directory)
-
-
-def new_directory(parent: Path, version: str) -> Path:
-    """For one update. Raises OSError."""
-    parent.mkdir(parents=True, exist_ok=True)
-    shown = re.sub(r"[^\w.-]", "_", version)
-    directory = parent / f"weights-{shown}-{secrets.token_hex(4)}"
-    directory.mkdir()  # servers of another user read it, so it is not for this user alone
-    return directory
-
-
-def write_shard(part: Part, directory: Path, number: int) -> str:
-    """The name of the file. Raises OSError."""
-    name = f"model-{number:05}.safetensors"
-    save_file({name: tensor.cpu().contiguous() for name, tensor in part.items()}, directory / name)
-    with open(directory / name, "rb") as written:
-        os.fsync(written.fileno())  # a server on another machine reads it
-    return name
-
-
-def write_index(directory: Path, shards: list[tuple[str, list[str]]]) -> None:
-    """Which file has which tensors. Raises OSError."""
-    index = {"weight_map": {tensor: file for file, tensors in shards for tensor in tensors}}
-    (directory / INDEX).write_text(json.dumps(index))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from skyrl.weights.process_group import Group, join, listen
 from skyrl.weights.segments import KeptMemory
-from skyrl.weights.tensors import Part, check_sent, digest, dtype_name, sent_as
+from skyrl.weights.tensors import Part, check_sent, described, sent_as
 from skyrl.weights.workers import PauseMode, Workers, WorkersFailed
 
 TIMEOUT_S = 120.0
@@ -20,6 +21,13 @@ TIMEOUT_S = 120.0
 
 class NotApplied(RuntimeError):
     """All parts were sent, and a server still waits for tensors of its model."""
+
+
+def check_applied(answers: Mapping[str, Any]) -> None:
+    """Raises NotApplied for servers, by URL, that have not applied the update after its last tensor."""
+    waiting = {url: one.get("message") for url, one in answers.items() if one.get("applied") is False}
+    if waiting:
+        raise NotApplied("; ".join(f"{url}: {message}" for url, message in waiting.items()))
 
 
 class TrainerGroup:
@@ -109,10 +117,7 @@ class TrainerGroup:
             await self._broadcast(rest)
         async with self._workers.paused(self._pause):  # for as short as possible: one small tensor is left
             try:
-                answers = await self._broadcast({smallest: last[smallest]})
-                waiting = {url: one.get("message") for url, one in answers.items() if one.get("applied") is False}
-                if waiting:
-                    raise NotApplied("; ".join(f"{url}: {message}" for url, message in waiting.items()))
+                check_applied(await self._broadcast({smallest: last[smallest]}))
             except BaseException:
                 await self._leave()  # servers do not go on in the middle of an update
                 raise
@@ -125,18 +130,11 @@ class TrainerGroup:
 
     async def _broadcast(self, part: Part) -> dict[str, Any]:
         assert self._group is not None
-        body: dict[str, Any] = {
-            "names": list(part),
-            "dtypes": [dtype_name(sent_as(tensor, self._dtype)) for tensor in part.values()],
-            "shapes": [list(tensor.shape) for tensor in part.values()],
+        body = described(part, self._dtype, checksums=self._checksums) | {
             "group_name": self._name,
             "flush_cache": self._pause != "in_place",
             "weight_version": self._version,
         }
-        if self._checksums:
-            body["checksums"] = {
-                name: digest(name, tensor.to(sent_as(tensor, self._dtype))) for name, tensor in part.items()
-            }
         sending = asyncio.to_thread(self._broadcast_each, self._group, part, self._cast_memory)
         _, answers = await _both(sending, self._workers.post("/update_weights_from_distributed", body))
         return answers

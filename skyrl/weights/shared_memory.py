@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from skyrl.weights.group import NotApplied
+from skyrl.weights.group import check_applied
 from skyrl.weights.segments import Segment, places_of
-from skyrl.weights.tensors import Part, check_sent, digest, dtype_name, sent_as
+from skyrl.weights.tensors import Part, check_sent, described
 from skyrl.weights.workers import PauseMode, Workers, WorkersFailed
 
 ROUTE = "/update_weights_from_tensor"
@@ -84,10 +84,7 @@ class SharedMemory:
         """Raises WorkersFailed, NotApplied."""
         async with self._workers.paused(self._pause):
             try:
-                answers = await self._tell({}, [], None, stage_only=False)
-                waiting = {url: one.get("message") for url, one in answers.items() if one.get("applied") is False}
-                if waiting:
-                    raise NotApplied("; ".join(f"{url}: {message}" for url, message in waiting.items()))
+                check_applied(await self._tell({}, [], None, stage_only=False))
             except BaseException:
                 await self.abandon()  # servers do not go on in the middle of an update
                 raise
@@ -128,10 +125,7 @@ class SharedMemory:
     async def _tell(
         self, part: Part, places: list[int], segment: Segment | None, *, stage_only: bool
     ) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "names": list(part),
-            "dtypes": [dtype_name(sent_as(tensor, self._dtype)) for tensor in part.values()],
-            "shapes": [list(tensor.shape) for tensor in part.values()],
+        body = described(part, self._dtype, checksums=self._checksums) | {
             "places": places,
             "memory": None if segment is None else segment.described(),
             "stage_only": stage_only,
@@ -139,8 +133,4 @@ class SharedMemory:
             "weight_version": self._version,
             "update": self._update,
         }
-        if self._checksums:
-            body["checksums"] = {
-                name: digest(name, tensor.to(sent_as(tensor, self._dtype))) for name, tensor in part.items()
-            }
         return await self._workers.post(ROUTE, body)

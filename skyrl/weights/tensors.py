@@ -70,6 +70,18 @@ def checksum(digests: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+def described(part: Mapping[str, torch.Tensor], dtype: torch.dtype | None, *, checksums: bool) -> dict[str, Any]:
+    """The fields of a request about tensors that are sent as `dtype`, with their digests if `checksums`."""
+    fields: dict[str, Any] = {
+        "names": list(part),
+        "dtypes": [dtype_name(sent_as(tensor, dtype)) for tensor in part.values()],
+        "shapes": [list(tensor.shape) for tensor in part.values()],
+    }
+    if checksums:
+        fields["checksums"] = digests((name, tensor.to(sent_as(tensor, dtype))) for name, tensor in part.items())
+    return fields
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

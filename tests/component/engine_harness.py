@@ -35,10 +35,9 @@ from skyrl.engine.threads import EngineSignals, EngineThreads
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.storage.checkpoint_store.base import MANIFEST, NotStored
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.storage.checkpoint_store.versions import adapter_directory
+from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.storage.db.checkpoints import checkpoints
-from skyrl.storage.db.claims import Fence, FencedDatabase
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.database import Database, Fence, FencedDatabase
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.models import Model, add_model, models
 from skyrl.storage.db.sessions import Session, Sessions
@@ -277,7 +276,7 @@ class Harness:
     def adapter(self, weights: WeightsRef) -> Path:
         """The directory of an adapter version."""
         assert isinstance(weights, AdapterVersion)
-        return adapter_directory(self.config.state_dir, weights)
+        return version_directory(self.config.state_dir, weights)
 
     def checkpoint_rows(self, model_id: str) -> list[Any]:
         query = select(checkpoints).where(checkpoints.c.model_id == model_id).order_by(checkpoints.c.name)

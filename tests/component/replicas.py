@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fake_upstream import COMPLETIONS, LOAD, FakeUpstream, Received, Reply, complete, fake_upstream, hang_up, reply
 
@@ -13,7 +14,6 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.full_weights import FullWeightsOfReplicas
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica
-from skyrl.inference.router_members import Members
 from skyrl.inference.vllm_plugin.protocol import INCARNATION
 
 UNLOAD = "/v1/unload_lora_adapter"
@@ -51,7 +51,7 @@ def replica_at(url: str, *, name: str = "", timeouts: CallTimeouts = TIMEOUTS, s
 def group_of(
     *replicas: str | Replica,
     proxy_url: str | None = None,
-    members: Members | None = None,
+    members: Any = None,
     watching_s: float = SOON_S,
     in_use: Sequence[AdapterVersion] = (),
     grace_s: float = NEVER_S,

@@ -19,15 +19,16 @@ import zstandard
 from fastapi.routing import APIRoute
 from sqlalchemy import func, insert, select
 
-from skyrl.api.app import HttpTable, create_app
-from skyrl.api.routes.chats import is_anthropic, is_openai
+from skyrl.api.app import create_app
+from skyrl.api.error_answers import is_anthropic, is_openai
 from skyrl.api.server import open_services
 from skyrl.api.services import Services
+from skyrl.api.table import HttpTable
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.storage.checkpoint_store.versions import adapter_directory
+from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.columns import lora_values
 from skyrl.storage.db.database import Database
@@ -148,7 +149,7 @@ async def _populate(world: World, database: Database) -> None:
     world.sampler, world.their_sampler = await sampler(world.session, KEY), await sampler(world.their_session, OTHER)
     world.model, world.their_model = await model(world.session, KEY), await model(world.their_session, OTHER)
     for model_id in (world.model, world.their_model):
-        adapter_directory(world.services.config.state_dir, AdapterVersion.of(model_id, 1)).mkdir(parents=True)
+        version_directory(world.services.config.state_dir, AdapterVersion.of(model_id, 1)).mkdir(parents=True)
     assert (await world.post("sessions/{ended}/finish".replace("{ended}", world.ended), {})).status_code == 200
     tenants = dict(database.read(lambda c: list(c.execute(select(models.c.id, models.c.tenant)))))
     own_model, other_model = (world.model, tenants[world.model]), (world.their_model, tenants[world.their_model])

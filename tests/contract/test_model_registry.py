@@ -19,7 +19,7 @@ from skyrl.base.tiny import model_path
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.paths import TinkerPath
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.storage.checkpoint_store.versions import adapter_directory
+from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.storage.db.checkpoints import Checkpoint, checkpoints, put
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_training
@@ -112,7 +112,7 @@ async def _save_trained_as(http: httpx.AsyncClient, state_dir: Path, database: D
     record = database.read(lambda c: find_model(c, model))
     assert record is not None
     adapter = AdapterVersion.of(model, 1)
-    adapter_directory(state_dir, adapter).mkdir(parents=True)
+    version_directory(state_dir, adapter).mkdir(parents=True)
     saved = Checkpoint(
         path=TinkerPath(model, "sampler_weights", "saved"),
         tenant=record.tenant,

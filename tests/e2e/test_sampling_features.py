@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl.base.tiny.corpus import IM_END, chat_prompt
 from skyrl.base.types.weights import AdapterVersion, parse_weights
 from skyrl.cli.demo.server import DemoServer
-from skyrl.storage.checkpoint_store.versions import adapter_directory
+from skyrl.storage.checkpoint_store.versions import version_directory
 
 from .conftest import ask, cross_entropy, train
 from .reference import Reference
@@ -94,7 +94,7 @@ def adapter_of(server: DemoServer, sampler: tinker.SamplingClient) -> Path:
     ((weights,),) = ask(server, query, id=sampler._sampling_session_id)
     adapter = parse_weights(weights)
     assert isinstance(adapter, AdapterVersion)
-    return adapter_directory(server.state_dir, adapter)
+    return version_directory(server.state_dir, adapter)
 
 
 def close(given: Any, expected: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Self
 
 STORE_SCHEME = "skyrl-store:"
 """Begins a reference to files in the checkpoint store, in place of a directory. A reference never gets other files."""
@@ -19,14 +20,14 @@ class BaseWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterVersion:
-    """One version of an adapter. A version never changes. `name` is its name on inference servers:
+class ModelVersion:
+    """One version of a model's weights. A committed version never changes. `name` is its name on inference servers:
     `<model_id>@<number>`."""
 
     name: str
 
     @classmethod
-    def of(cls, model_id: str, number: int) -> AdapterVersion:
+    def of(cls, model_id: str, number: int) -> Self:
         """The first version of a model has number 1."""
         return cls(f"{model_id}@{number}")
 
@@ -39,33 +40,23 @@ class AdapterVersion:
         """Raises ValueError when the name does not end with a number."""
         return int(self.name.rpartition("@")[2])
 
+
+class AdapterVersion(ModelVersion):
+    """One version of an adapter."""
+
+    __slots__ = ()
+
     def __str__(self) -> str:
         return f"adapter:{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class FullWeights:
-    """One version of the full weights, in place of the base model. A committed version never changes. `version` is its
-    name on inference servers: `<model_id>@<number>`."""
+class FullWeights(ModelVersion):
+    """One version of the full weights, in place of the base model."""
 
-    version: str
-
-    @classmethod
-    def of(cls, model_id: str, number: int) -> FullWeights:
-        """The first version of a model has number 1."""
-        return cls(f"{model_id}@{number}")
-
-    @property
-    def model_id(self) -> str:
-        return self.version.rpartition("@")[0]
-
-    @property
-    def number(self) -> int:
-        """Raises ValueError when the version does not end with a number."""
-        return int(self.version.rpartition("@")[2])
+    __slots__ = ()
 
     def __str__(self) -> str:
-        return f"full:{self.version}"
+        return f"full:{self.name}"
 
 
 WeightsRef = BaseWeights | AdapterVersion | FullWeights

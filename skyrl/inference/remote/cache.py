@@ -31,7 +31,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
-from skyrl.storage.checkpoint_store.directories import fetch, is_scratch, link_files, remove, scratch_in, sizes_of
+from skyrl.storage.checkpoint_store.directories import (
+    fetch,
+    is_scratch,
+    link_files,
+    old_scratch,
+    remove,
+    scratch_in,
+    sizes_of,
+    subdirectories,
+)
 
 _REPLICAS = "replicas"
 """The lock of the list of replicas."""
@@ -81,7 +90,8 @@ class NodeCache:
             self._own.mkdir(exist_ok=True)
             self._remove_ended()
         for directory in (self._stored, self._root / SCRATCH):
-            _remove_incomplete(directory)
+            for incomplete in old_scratch(directory, time.time() - DOWNLOAD_S):
+                remove(incomplete)
         self._remove_unused()
 
     def close(self) -> None:
@@ -142,12 +152,12 @@ class NodeCache:
         return own
 
     def _is_linked(self, name: str) -> bool:
-        return any((replica / name).is_dir() for replica in _directories(self._replicas))
+        return any((replica / name).is_dir() for replica in subdirectories(self._replicas))
 
     def _remove_unused(self, wanted_bytes: int = 0) -> None:
         """Delete saves that no vLLM has loaded: those that were not used for `keep_s`, and as many others as there are
         too many bytes, the least recently used first."""
-        complete = [path for path in _directories(self._stored) if not is_scratch(path)]
+        complete = [path for path in subdirectories(self._stored) if not is_scratch(path)]
         found = sorted((path.stat().st_mtime, path) for path in complete)
         sizes = {path: sum(sizes_of(path).values()) for _, path in found}
         too_many = sum(sizes.values()) + wanted_bytes - self._max_bytes
@@ -168,7 +178,7 @@ class NodeCache:
         just used, for their next starts."""
         for file in self._replicas.glob("*.lock"):
             if file.stem != self._own.name and (lock := _lock_file(file, wait=False)) is not None:
-                for path in _directories(file.with_suffix("")):
+                for path in subdirectories(file.with_suffix("")):
                     with contextlib.suppress(FileNotFoundError):
                         os.utime(self._stored / path.name)
                 remove(file.with_suffix(""))
@@ -205,19 +215,6 @@ def _lock_file(path: Path, *, wait: bool) -> int | None:
         except FileNotFoundError:
             pass
         os.close(lock)
-
-
-def _remove_incomplete(parent: Path) -> None:
-    for path in _directories(parent):
-        with contextlib.suppress(FileNotFoundError):  # it is complete, or deleted, by now
-            if is_scratch(path) and path.stat().st_mtime < time.time() - DOWNLOAD_S:
-                remove(path)
-
-
-def _directories(parent: Path) -> list[Path]:
-    with contextlib.suppress(FileNotFoundError):
-        return [path for path in parent.iterdir() if path.is_dir()]
-    return []
 
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ import socket
 import struct
 import sys
 from collections.abc import Collection
+from contextlib import ExitStack, closing
 from pathlib import Path
-from types import TracebackType
 
 from skyrl.base.config.server import ConfigError
 
@@ -66,30 +66,16 @@ class HeldPort:
         self._socket.close()
 
 
-class HeldPorts:
+class HeldPorts(ExitStack):
     """Ports that are held until the end of a `with`."""
-
-    def __init__(self) -> None:
-        self._held: list[HeldPort] = []
-
-    def __enter__(self) -> HeldPorts:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for port in self._held:
-            port.close()
 
     def take(self, count: int, host: str = LOOPBACK, but_not: Collection[int] = ()) -> list[int]:
         """Free ports, none of them in `but_not`. Raises OSError."""
-        taken = [HeldPort.any(host, but_not) for _ in range(count)]
-        self._held += taken
-        return [port.number for port in taken]
+        return [self.enter_context(closing(HeldPort.any(host, but_not))).number for _ in range(count)]
 
     def keep(self, number: int, host: str = LOOPBACK) -> None:
         """Hold a port that an operator has chosen. Raises OSError if a server listens there."""
-        self._held.append(HeldPort(number, host, chosen=False))
+        self.enter_context(closing(HeldPort(number, host, chosen=False)))
 
 
 def free_port(host: str = LOOPBACK) -> int:

@@ -123,7 +123,7 @@ class SupervisedProcess:
                 self._backoff.ran(time.monotonic() - self._started_at)
                 delay = self._backoff.pause()
                 logger.warning("%s %s; again in %.1f s (%s)", self.name, how_ended, delay, self.log_path)
-                if await _set_within(self._stopping, delay):
+                if await set_within(self._stopping, delay):
                     return
         finally:
             self._ended.set()
@@ -134,10 +134,10 @@ class SupervisedProcess:
         if not self._run_called:
             return
         self._terminate()
-        while not await _set_within(self._ended, grace_s):
+        while not await set_within(self._ended, grace_s):
             if self.pid is not None:
                 logger.warning("%s did not end within %.0f s of SIGTERM: killed", self.name, grace_s)
-                _kill_group(self.pid)
+                kill_group(self.pid)
             grace_s = KILL_AGAIN_S
 
     def give_up(self) -> None:
@@ -150,7 +150,7 @@ class SupervisedProcess:
         """
         if self.pid != pid:
             return False
-        _kill_group(pid)
+        kill_group(pid)
         return True
 
     def log_tail(self, lines: int = 20) -> str:
@@ -174,7 +174,7 @@ class SupervisedProcess:
                 self._terminate()
             code = await exit_code(child)
         finally:
-            _kill_group(child.pid)
+            kill_group(child.pid)
             await exit_code(child)
             await _wait_for_group(child.pid)
         if self.on_exit is not None and not self._stopping.is_set():
@@ -232,11 +232,9 @@ async def exit_code(child: subprocess.Popen[bytes]) -> int:
     return child.wait()
 
 
-def _kill_group(group: int) -> None:
-    try:
+def kill_group(group: int) -> None:
+    with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 async def _wait_for_group(group: int, timeout_s: float = 2.0) -> None:
@@ -251,7 +249,8 @@ async def _wait_for_group(group: int, timeout_s: float = 2.0) -> None:
         await asyncio.sleep(0.01)
 
 
-async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+async def set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for the event, but at most `seconds`. Returns whether it is set."""
     try:
         await asyncio.wait_for(event.wait(), seconds)
     except TimeoutError:

@@ -26,7 +26,7 @@ from typing import Protocol
 
 from skyrl.base.config.server import ConfigError
 from skyrl.runtime.processes.ports import HeldPort, check_free
-from skyrl.runtime.processes.supervision import dies_with_parent
+from skyrl.runtime.processes.supervision import dies_with_parent, kill_group
 
 UNASKED_S = 60.0
 LOG_BYTES, SIDECAR_LOG_BYTES = 64 * 1024, 16 * 1024
@@ -210,7 +210,7 @@ class ServerHost:
     def _end_sidecar(self) -> None:
         sidecar, self._sidecar, self._sidecar_command = self._sidecar, None, None
         if sidecar is not None:
-            _kill_group(sidecar.pid)
+            kill_group(sidecar.pid)
             sidecar.wait()
             _wait_for_group(sidecar.pid)
 
@@ -235,7 +235,7 @@ class ServerHost:
         """Kill the server and all its processes."""
         self._asked_at = time.monotonic()
         if self._child is not None:
-            _kill_group(self._child.pid)
+            kill_group(self._child.pid)
 
     def stop(self, grace_s: float) -> None:
         """End the server: SIGTERM, and SIGKILL after `grace_s`. Removes what it has left on the node."""
@@ -245,7 +245,7 @@ class ServerHost:
             with suppress(subprocess.TimeoutExpired):
                 self._child.wait(grace_s)
         if self._child is not None:
-            _kill_group(self._child.pid)
+            kill_group(self._child.pid)
             self._child.wait()
             _wait_for_group(self._child.pid)
         self._end_sidecar()
@@ -259,7 +259,7 @@ class ServerHost:
         """The exit code of a server that has ended, with all its processes."""
         if self._child is None or (code := self._child.poll()) is None:
             return None
-        _kill_group(self._child.pid)
+        kill_group(self._child.pid)
         _wait_for_group(self._child.pid)
         self._end_sidecar()
         return code
@@ -277,7 +277,7 @@ class ServerHost:
             time.sleep(1.0)
         for process in (self._child, self._sidecar):
             if process is not None:
-                _kill_group(process.pid)
+                kill_group(process.pid)
         os._exit(1)
 
 
@@ -327,11 +327,6 @@ def _private_directory() -> tuple[Path, int]:
     descriptor = os.open(directory, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     return directory, descriptor
-
-
-def _kill_group(group: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
 
 
 def _wait_for_group(group: int) -> None:

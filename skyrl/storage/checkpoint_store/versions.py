@@ -1,9 +1,8 @@
 """Where the files of versions of adapters and of the full weights are.
 
-A version of an adapter is in the directory `adapters/<model>/v<number>/` of the state directory, and in the checkpoint
-store under the key `adapters-<model>/v<number>`. A version of the full weights is in the directory
-`full-weights/<model>/v<number>/` of the state directory; or, where vLLM runs on other nodes, in the checkpoint store
-under the key `full-weights-<model>/v<number>`.
+A version is in the directory `adapters/<model>/v<number>/` or `full-weights/<model>/v<number>/` of the state
+directory. In the checkpoint store it has the key `adapters-<model>/v<number>` or `full-weights-<model>/v<number>`. No
+other key has this form: the key of a named save ends with the id of the save.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from pathlib import Path
 from skyrl.base.types.weights import AdapterVersion, FullWeights
 from skyrl.storage.checkpoint_store.directories import id_of, safe_name
 
-ADAPTERS = "adapters"
 ADAPTER_FILES = frozenset({"adapter_config.json", "adapter_model.safetensors"})
 """The files of an adapter in PEFT's format."""
+_KINDS: dict[str, type[AdapterVersion | FullWeights]] = {"adapters": AdapterVersion, "full-weights": FullWeights}
 
 
 def is_adapter(files: Collection[str]) -> bool:
@@ -24,71 +23,50 @@ def is_adapter(files: Collection[str]) -> bool:
     return set(files) == ADAPTER_FILES
 
 
-def adapter_location(adapter: AdapterVersion) -> str:
-    """The path of a version's directory, relative to the state directory."""
-    return f"{ADAPTERS}/{safe_name(adapter.model_id)}/v{adapter.number:06d}"
-
-
-def adapter_directory(state_dir: Path, adapter: AdapterVersion) -> Path:
-    """A version's directory below a state directory."""
-    return state_dir / adapter_location(adapter)
-
-
-def adapter_in(directory: Path) -> AdapterVersion | None:
-    """The version to which a directory belongs; None if the directory's name is not that of a version."""
-    number = directory.name.removeprefix("v")
-    if not number.isdecimal():
-        return None
-    adapter = AdapterVersion.of(id_of(directory.parent.name), int(number))
-    return adapter if f"{ADAPTERS}/{directory.parent.name}/{directory.name}" == adapter_location(adapter) else None
-
-
-def adapter_key(adapter: AdapterVersion) -> str:
-    """The key in the checkpoint store of a version that is not on the training server's disk alone. No other key has
-    this form: the key of a named save ends with the id of the save."""
-    return f"{ADAPTERS}-{safe_name(adapter.model_id)}/v{adapter.number:06d}"
-
-
-def adapter_at(key: str) -> AdapterVersion | None:
-    """The version that is stored under this key; None for the keys of other saves."""
-    group, _, name = key.partition("/")
-    number, model = name.removeprefix("v"), group.removeprefix(f"{ADAPTERS}-")
-    if not number.isdecimal():
-        return None
-    adapter = AdapterVersion.of(id_of(model), int(number))
-    return adapter if key == adapter_key(adapter) else None
-
-
-FULL_WEIGHTS = "full-weights"
-
-
-def full_directory(state_dir: Path, weights: FullWeights) -> Path:
-    """A version's directory below a state directory."""
-    return state_dir / FULL_WEIGHTS / safe_name(weights.model_id) / f"v{weights.number:06d}"
-
-
-def full_weights_in(directory: Path) -> FullWeights | None:
-    """The version to which a directory belongs; None if the directory's name is not that of a version."""
-    number = directory.name.removeprefix("v")
-    return FullWeights.of(id_of(directory.parent.name), int(number)) if number.isdecimal() else None
-
-
-def full_key(weights: FullWeights) -> str:
-    """The key of a version in the checkpoint store. No other key has this form."""
-    return f"{FULL_WEIGHTS}-{safe_name(weights.model_id)}/v{weights.number:06d}"
-
-
-def full_at(key: str) -> FullWeights | None:
-    """The version that is stored under this key; None for the keys of other saves."""
-    group, _, name = key.partition("/")
-    number, model = name.removeprefix("v"), group.removeprefix(f"{FULL_WEIGHTS}-")
-    if not number.isdecimal():
-        return None
-    weights = FullWeights.of(id_of(model), int(number))
-    return weights if key == full_key(weights) else None
-
-
 def is_full_version(files: Collection[str]) -> bool:
     """Whether these are the names of the files of a version: a model in Hugging Face's format, without an optimizer."""
     weights = any(name.startswith("model") and name.endswith(".safetensors") for name in files)
     return weights and "config.json" in files and not any(name.startswith("optimizer") for name in files)
+
+
+def version_location(version: AdapterVersion | FullWeights) -> str:
+    """The path of a version's directory, relative to the state directory."""
+    kind = "full-weights" if isinstance(version, FullWeights) else "adapters"
+    return f"{kind}/{safe_name(version.model_id)}/v{version.number:06d}"
+
+
+def version_directory(state_dir: Path, version: AdapterVersion | FullWeights) -> Path:
+    """A version's directory below a state directory."""
+    return state_dir / version_location(version)
+
+
+def version_key(version: AdapterVersion | FullWeights) -> str:
+    """The key of a version in the checkpoint store."""
+    return version_location(version).replace("/", "-", 1)
+
+
+def version_in(directory: Path) -> AdapterVersion | FullWeights | None:
+    """The version to which a directory belongs; None if the directory's name is not that of a version."""
+    return _version(*directory.parts[-3:])
+
+
+def version_at(key: str) -> AdapterVersion | FullWeights | None:
+    """The version that is stored under this key; None for the keys of other saves."""
+    group, _, name = key.partition("/")
+    kind = next((kind for kind in _KINDS if group.startswith(f"{kind}-")), "")
+    return _version(kind, group.removeprefix(f"{kind}-"), name)
+
+
+def _version(kind: str, group: str, name: str) -> AdapterVersion | FullWeights | None:
+    number = name.removeprefix("v")
+    if kind not in _KINDS or not number.isdecimal():
+        return None
+    version = _KINDS[kind].of(id_of(group), int(number))
+    return version if version_location(version) == f"{kind}/{group}/{name}" else None
+
+
+def model_of(group: str) -> str:
+    """The model whose files are stored under keys that begin with `group`."""
+    for kind in _KINDS:
+        group = group.removeprefix(f"{kind}-")
+    return id_of(group)

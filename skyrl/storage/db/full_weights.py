@@ -63,8 +63,8 @@ def replaced_sentence(weights: WeightsRef, now: BaseWeights | FullWeights) -> st
         if isinstance(now, BaseWeights):
             by = "the base model's weights, because its model has ended"
         else:
-            by = f"version {now.version!r}" if now.model_id == weights.model_id else "another model's weights"
-        what, remedy = f"version {weights.version!r} was", "make a new sampling client from the newest weights"
+            by = f"version {now.name!r}" if now.model_id == weights.model_id else "another model's weights"
+        what, remedy = f"version {weights.name!r} was", "make a new sampling client from the newest weights"
     else:
         what, by = "the base model's weights were", "those of the model in training"
         remedy = "the base model's come back when that model has ended"

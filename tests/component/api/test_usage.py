@@ -18,7 +18,7 @@ from sqlalchemy.exc import OperationalError
 from skyrl.api.access import tenant_of_key, user_urn
 from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion, LoraSpec
-from skyrl.storage.checkpoint_store.versions import adapter_directory
+from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.storage.db import audit
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.columns import lora_values
@@ -411,7 +411,7 @@ async def test_the_audit_log_is_read_by_day_kind_and_tenant(api: Api, database: 
 @ON_BOTH
 async def test_sampling_from_a_checkpoint_is_in_the_audit_log_of_its_owner(api: Api, database: Database) -> None:
     weights = AdapterVersion("m@1")
-    adapter_directory(api.services.config.state_dir, weights).mkdir(parents=True)
+    version_directory(api.services.config.state_dir, weights).mkdir(parents=True)
     adapter = {
         "kind": "sampler_weights",
         "weights": weights,

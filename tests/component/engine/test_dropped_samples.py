@@ -10,7 +10,7 @@ from fake_upstream import FakeUpstream, error
 from sqlalchemy import select, update
 
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_location
+from skyrl.storage.checkpoint_store.versions import version_directory, version_location
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_state_dir
@@ -18,7 +18,7 @@ from skyrl.storage.db.samplers import Sampler, add_sampler
 
 NAME = "m1@3"
 ADAPTER = AdapterVersion(NAME)
-LOCATION = adapter_location(ADAPTER)
+LOCATION = version_location(ADAPTER)
 SAYS = "have been deleted: no checkpoint holds them"
 
 
@@ -28,7 +28,7 @@ async def sampler_on_adapter(api: Api, database: Database) -> str:
     row = database.read(lambda c: c.execute(select(samplers.c.tenant)).scalar_one())
     sampler = Sampler(f"{session_id}:sample:7", session_id, row, BASE, None, ADAPTER)
     database.write(lambda c: add_sampler(c, sampler, 7, 1000))
-    adapter_directory(api.services.config.state_dir, ADAPTER).mkdir(parents=True)
+    version_directory(api.services.config.state_dir, ADAPTER).mkdir(parents=True)
     return sampler.id
 
 

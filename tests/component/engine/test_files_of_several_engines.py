@@ -20,7 +20,7 @@ from skyrl.engine import sweeping
 from skyrl.engine.sweeping import FileScope, FileSweeper, new_probe
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_key, full_directory, full_key
+from skyrl.storage.checkpoint_store.versions import version_directory, version_key
 from skyrl.storage.db.adapter_versions import NEWEST, samplers
 from skyrl.storage.db.checkpoints import Checkpoint, put, store_keys
 from skyrl.storage.db.database import Database
@@ -111,7 +111,7 @@ def test_adapters_without_a_row_are_unloaded_and_deleted_by_the_engine_of_their_
     """vLLM dies if the files of an evicted adapter are gone, and only the engine of its base model knows its vLLM."""
     versions = {name: AdapterVersion.of(name, 1) for name in (FIRST, SECOND, UNKNOWN)}
     for adapter in versions.values():
-        old_directory(adapter_directory(world.state_dir, adapter))
+        old_directory(version_directory(world.state_dir, adapter))
     assert world.sweeper(0).unused_adapters(()) == [versions[FIRST], versions[UNKNOWN]]
     assert world.sweeper(1).unused_adapters(()) == [versions[SECOND]]
 
@@ -133,20 +133,20 @@ def test_versions_in_an_object_store_belong_to_the_engine_of_their_model(
     world = World(tmp_path, checkpoint_store=bucket.url, checkpoint_store_options=bucket.options)
     adapters = {name: AdapterVersion.of(name, 1) for name in (FIRST, SECOND)}
     for name, adapter in adapters.items():
-        world.store(adapter_key(adapter))
-        world.store(full_key(FullWeights.of(name, 1)))
+        world.store(version_key(adapter))
+        world.store(version_key(FullWeights.of(name, 1)))
     for number, name in enumerate((FIRST, SECOND)):
         sweeper = world.sweeper(number)
         sweeper.delete_files(())
         assert sweeper.unused_adapters(()) == [adapters[name]]
     left = {found.key for found in open_store(world.configs[0]).stored()}
-    assert left == {adapter_key(adapter) for adapter in adapters.values()}, "full weights of no model in training go"
+    assert left == {version_key(adapter) for adapter in adapters.values()}, "full weights of no model in training go"
     world.database.close()
 
 
 def test_full_weights_and_snapshots_of_the_other_engine_stay(world: World) -> None:
     versions = {
-        name: old_directory(full_directory(world.state_dir, FullWeights.of(name, 1))) for name in (FIRST, SECOND)
+        name: old_directory(version_directory(world.state_dir, FullWeights.of(name, 1))) for name in (FIRST, SECOND)
     }
     snapshots = {name: old_directory(world.configs[0].snapshots_dir / name / "7") for name in (FIRST, SECOND)}
     world.database.write(lambda c: c.execute(update(models).values(status="closed")))

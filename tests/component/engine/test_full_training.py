@@ -26,7 +26,7 @@ from skyrl.engine.publishing import version_files
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
 from skyrl.storage.checkpoint_store.directories import safe_name
-from skyrl.storage.checkpoint_store.versions import full_directory
+from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.samplers import find_sampler
 from tests.local_ranks import rank_of
@@ -84,13 +84,13 @@ async def test_a_save_brings_its_version_to_the_replicas_before_it_is_settled(wo
     world.server.waits = asyncio.Event()
     save = await trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
     version = FullWeights.of(trainer.model_id, 1)
-    await until(lambda: world.server.calls[-1:] == [f"stage {version.version}"])
+    await until(lambda: world.server.calls[-1:] == [f"stage {version.name}"])
     assert (world.current, world.server.version) == (BaseWeights(), "default")
-    files = files_in(full_directory(world.harness.config.state_dir, version))
+    files = files_in(version_directory(world.harness.config.state_dir, version))
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
     world.server.waits.set()
     saved = await trainer.result(save)
-    assert (world.current, world.server.version) == (version, version.version)
+    assert (world.current, world.server.version) == (version, version.name)
     sampler = world.harness.database.read(lambda c: find_sampler(c, saved["sampling_session_id"]))
     assert sampler is not None
     assert sampler.weights == version
@@ -116,7 +116,7 @@ async def test_a_new_version_replaces_the_one_before_and_its_files_go(
         world.harness.database.read(lambda c: find_sampler(c, first["sampling_session_id"]))
     stored = world.harness.database.read(lambda c: adapter_versions.unsaved_bytes(c, "tenant"))
     assert set(stored) == {"tenant"}
-    files = files_in(full_directory(world.harness.config.state_dir, FullWeights.of(trainer.model_id, 3)))
+    files = files_in(version_directory(world.harness.config.state_dir, FullWeights.of(trainer.model_id, 3)))
     assert stored["tenant"] == sum(map(len, files.values())), "replaced versions do not count"
 
 

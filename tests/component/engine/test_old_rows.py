@@ -20,7 +20,7 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.engine.sweeping import FileSweeper
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.storage.checkpoint_store.versions import adapter_directory
+from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.storage.db import adapter_versions, retention
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.database import Database
@@ -134,7 +134,7 @@ def assert_reads_no_history(database: Database, sent: Sent) -> None:
 
 def on_disk(config: ServerConfig, versions: int) -> None:
     for number in range(1, versions + 1):
-        directory = adapter_directory(config.state_dir, AdapterVersion.of(MODEL, number))
+        directory = version_directory(config.state_dir, AdapterVersion.of(MODEL, number))
         directory.mkdir(parents=True)
         os.utime(directory, (LONG_AGO, LONG_AGO))
 

@@ -15,7 +15,7 @@ from skyrl.api.access import tenant_of_key
 from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.engine import sweeping
-from skyrl.storage.checkpoint_store.versions import adapter_directory
+from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.storage.db.checkpoints import checkpoints
 from tests.postgres_server import ON_SQLITE
 
@@ -77,7 +77,7 @@ async def test_serving_a_copy_leaves_the_original_unchanged(
         again = Trainer(world.harness, trainer.session, trainer.model_id, trainer.seq_id)
         path = f"tinker://{trainer.model_id}/sampler_weights/named-1"
         wanted = {"session_id": trainer.session.id, "sampling_session_seq_id": 50, "model_path": path}
-        first, second = (adapter_directory(copy, AdapterVersion.of(trainer.model_id, number)) for number in (1, 2))
+        first, second = (version_directory(copy, AdapterVersion.of(trainer.model_id, number)) for number in (1, 2))
         shutil.rmtree(first)
         named = (await world.post("create_sampling_session", wanted))["sampling_session_id"]
         assert await sample(world, named, upstream) == str(first)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -91,7 +92,7 @@ class ScriptedSampler:
 
 
 async def run(sampler: ScriptedSampler) -> str:
-    return await SamplerCheck(sampler.trainer, sampler, HostWithAllAdapters(), "tiny").run()
+    return await SamplerCheck(sampler.trainer, cast(Any, sampler), HostWithAllAdapters(), "tiny").run()
 
 
 async def test_a_sampler_that_computes_the_same_passes_with_figures() -> None:
@@ -214,4 +215,4 @@ async def test_the_same_failure_in_two_starts_ends_the_server() -> None:
 async def test_an_adapter_that_cannot_be_brought_to_vllm_is_tried_again() -> None:
     sampler = ScriptedSampler()
     with pytest.raises(NotLoaded, match=f"an adapter on {KINDS[0]}"):
-        await SamplerCheck(sampler.trainer, sampler, UnreachableHost(), "tiny").run()
+        await SamplerCheck(sampler.trainer, cast(Any, sampler), UnreachableHost(), "tiny").run()

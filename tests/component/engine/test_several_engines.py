@@ -19,7 +19,7 @@ from sqlalchemy import insert, select
 from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import BaseWeights, FullWeights, LoraSpec
 from skyrl.engine import sweeping
-from skyrl.storage.checkpoint_store.versions import full_directory
+from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.storage.db import full_weights
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.database import Database
@@ -210,8 +210,8 @@ async def test_each_base_model_trains_a_whole_model_and_keeps_its_weights(
         for harness, version in zip(both, now, strict=True):
             own = harness.config.role.own
             assert harness.database.read(lambda c, own=own: full_weights.current(c, own)) == version
-            assert full_directory(harness.config.state_dir, version).is_dir()
-        assert not full_directory(both[0].config.state_dir, FullWeights.of(trainers[0].model_id, 1)).exists()
+            assert version_directory(harness.config.state_dir, version).is_dir()
+        assert not version_directory(both[0].config.state_dir, FullWeights.of(trainers[0].model_id, 1)).exists()
         other = both[1].database.read(lambda c: find_sampler(c, saved[1]["sampling_session_id"]))
         assert other is not None
         assert other.weights == now[1]

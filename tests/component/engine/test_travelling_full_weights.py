@@ -19,7 +19,7 @@ from skyrl.base.types.weights import BaseWeights, FullWeights
 from skyrl.engine import sweeping
 from skyrl.engine.publishing import adopt_full_weights, version_files
 from skyrl.inference.remote.references import BASE_MODEL, reference_to
-from skyrl.storage.checkpoint_store.versions import full_at, full_directory, full_key, is_full_version
+from skyrl.storage.checkpoint_store.versions import is_full_version, version_at, version_directory, version_key
 
 SAVE = Kind.SAVE_WEIGHTS_FOR_SAMPLER
 
@@ -28,8 +28,8 @@ SAVE = Kind.SAVE_WEIGHTS_FOR_SAMPLER
 class Travelling(World):
     def stored(self) -> list[str]:
         """The names of the versions in the store, in the order of their numbers."""
-        found = [version for key in self.keys() if (version := full_at(key)) is not None]
-        return [version.version.rpartition("@")[2] for version in sorted(found, key=lambda each: each.number)]
+        found = [version for key in self.keys() if (version := version_at(key)) is not None]
+        return [version.name.rpartition("@")[2] for version in sorted(found, key=lambda each: each.number)]
 
     def keys(self) -> set[str]:
         return {found.key for found in self.harness.checkpoint_store.stored()}
@@ -53,9 +53,9 @@ async def test_a_save_is_stored_before_replicas_get_its_reference_and_nothing_st
     trainer = await whole_model(world)
     await trainer.do(SAVE, sampling_session_seq_id=0)
     version = FullWeights.of(trainer.model_id, 1)
-    assert world.server.version == version.version
-    assert world.server.paths == [reference_to(full_key(version))]
-    assert is_full_version(world.harness.checkpoint_store.files(full_key(version)))
+    assert world.server.version == version.name
+    assert world.server.paths == [reference_to(version_key(version))]
+    assert is_full_version(world.harness.checkpoint_store.files(version_key(version)))
     assert world.directories() == []
 
 
@@ -68,7 +68,7 @@ async def test_replaced_versions_leave_the_store_and_named_ones_stay_as_long_as_
     await trainer.do(SAVE, sampling_session_seq_id=1)
     assert world.stored() == ["1", "2", "3"]
     (row,) = world.harness.checkpoint_rows(trainer.model_id)
-    assert row.store_key == full_key(FullWeights.of(trainer.model_id, 2)), "it is stored once"
+    assert row.store_key == version_key(FullWeights.of(trainer.model_id, 2)), "it is stored once"
     await world.harness.sweep()
     assert world.stored() == ["2", "3"]
     await trainer.do(SAVE, path="kept", overwrite=True)
@@ -135,13 +135,13 @@ async def test_a_version_follows_its_server_to_a_ray_cluster_and_back(tmp_path: 
 
 def _moves(harness: Harness, trainer: Trainer) -> None:
     version = FullWeights.of(trainer.model_id, 1)
-    store, directory = harness.checkpoint_store, full_directory(harness.config.state_dir, version)
+    store, directory = harness.checkpoint_store, version_directory(harness.config.state_dir, version)
     alone, given = harness.config, {"state_dir": harness.config.state_dir, "backend_config": FULL}
     on_ray = load_config({**given, "ray_address": "local"})
     for _ in range(2):
         adopt_full_weights(on_ray, harness.database, store)
-    assert store.files(full_key(version)).keys() == {path.name for path in directory.iterdir()}
-    assert version_files(on_ray, version).location == reference_to(full_key(version))
+    assert store.files(version_key(version)).keys() == {path.name for path in directory.iterdir()}
+    assert version_files(on_ray, version).location == reference_to(version_key(version))
     expected = {path.name: path.read_bytes() for path in directory.iterdir()}
     for path in directory.iterdir():
         path.unlink()

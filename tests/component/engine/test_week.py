@@ -23,7 +23,7 @@ from skyrl.base.wire.paths import TinkerPath
 from skyrl.engine.sweeping import FileSweeper
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.storage.checkpoint_store.versions import adapter_directory
+from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.storage.db import checkpoints as checkpoint_rows
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.checkpoints import Checkpoint
@@ -79,7 +79,7 @@ class Server:
         self.database.write(lambda c: c.execute(insert(models), model | lora_values(lora)))
         for version in range(1, VERSIONS + 1):
             adapter = AdapterVersion.of(model_id, version)
-            self._write(adapter_directory(self.config.state_dir, adapter))
+            self._write(version_directory(self.config.state_dir, adapter))
             name = f"{session_id}:sample:{version}"
             sampler = Sampler(name, session_id, "t", "tiny", None, adapter)
             self.database.write(lambda c, sampler=sampler, version=version: add_sampler(c, sampler, version))

@@ -23,7 +23,7 @@ from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, Sha
 from skyrl.storage.checkpoint_store import directories
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError, in_store
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.storage.checkpoint_store.versions import adapter_directory, adapter_in, adapter_location
+from skyrl.storage.checkpoint_store.versions import version_directory, version_in, version_location
 
 ADAPTER = AdapterVersion.of("s1:train:0", 7)
 KEY = "s1=3Atrain=3A0/named-1"
@@ -62,7 +62,7 @@ def host_on(state_dir: Path, store: CheckpointStore, keys: dict[AdapterVersion, 
 
 
 async def test_existing_files_are_used_unchanged(config: ServerConfig, store: CheckpointStore) -> None:
-    write(adapter_directory(config.state_dir, ADAPTER))
+    write(version_directory(config.state_dir, ADAPTER))
     directory = await host_on(config.state_dir, store, {}).bring(ADAPTER)
     assert directory == f"{config.state_dir}/adapters/s1=3Atrain=3A0/v000007"
     assert files_in(directory) == FILES
@@ -86,7 +86,7 @@ async def test_an_adapter_without_files_and_stored_copy_raises_adapter_missing(
     with pytest.raises(AdapterMissing, match="the files of adapter s1:train:0@7 are gone") as caught:
         await host_on(config.state_dir, store, keys).bring(ADAPTER)
     assert caught.value.adapter == ADAPTER
-    assert not adapter_directory(config.state_dir, ADAPTER).exists()
+    assert not version_directory(config.state_dir, ADAPTER).exists()
 
 
 async def test_a_full_disk_or_an_unreachable_database_or_store_raises_adapter_unavailable(
@@ -141,7 +141,7 @@ async def busy_store_threads() -> AsyncIterator[None]:
 async def test_existing_files_are_found_while_all_store_threads_are_busy(
     config: ServerConfig, store: CheckpointStore
 ) -> None:
-    write(adapter_directory(config.state_dir, ADAPTER))
+    write(version_directory(config.state_dir, ADAPTER))
     async with busy_store_threads():
         bringing = asyncio.create_task(host_on(config.state_dir, store, {}).bring(ADAPTER))
         await until(bringing.done)
@@ -153,17 +153,17 @@ async def test_the_path_names_the_state_directory_as_the_replica_sees_it(
 ) -> None:
     far = tmp_path / "on another host"
     directory = await host_on(far, store, {ADAPTER: KEY}).bring(ADAPTER)
-    assert directory == str(adapter_directory(far, ADAPTER))
+    assert directory == str(version_directory(far, ADAPTER))
     assert not far.exists()
 
 
 @pytest.mark.parametrize("model_id", ["s1:train:0", "a/../b", "=3A", "v1"])
 def test_the_directory_name_gives_the_adapter_version(tmp_path: Path, model_id: str) -> None:
     adapter = AdapterVersion.of(model_id, 12)
-    assert adapter_in(adapter_directory(tmp_path, adapter)) == adapter
-    assert adapter_location(adapter).count("/") == 2
+    assert version_in(version_directory(tmp_path, adapter)) == adapter
+    assert version_location(adapter).count("/") == 2
 
 
 @pytest.mark.parametrize("name", ["v12", "v", "12", "v-00001", "v00001a", "final"])
 def test_other_directory_names_give_no_adapter_version(tmp_path: Path, name: str) -> None:
-    assert adapter_in(tmp_path / "adapters" / "s1=3Atrain=3A0" / name) is None
+    assert version_in(tmp_path / "adapters" / "s1=3Atrain=3A0" / name) is None

@@ -27,7 +27,7 @@ from skyrl.inference.remote.references import key_in, reference_to
 from skyrl.inference.remote.settings import NodeSettings, node_environment
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
 from skyrl.storage.checkpoint_store.registry import store_at
-from skyrl.storage.checkpoint_store.versions import adapter_at, adapter_key, is_adapter
+from skyrl.storage.checkpoint_store.versions import is_adapter, version_at, version_key
 
 ADAPTER = AdapterVersion.of("s1:train:0", 7)
 KEY = "s1=3Atrain=3A0/named-1"
@@ -191,7 +191,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, node: Node) -> CountedStore:
     return store
 
 
-@pytest.mark.parametrize("key", [adapter_key(ADAPTER), KEY])
+@pytest.mark.parametrize("key", [version_key(ADAPTER), KEY])
 async def test_vllm_loads_the_files_of_a_reference_from_a_directory_of_its_own(node: Node, key: str) -> None:
     node.put(key)
     vllm = node.vllm()
@@ -482,8 +482,8 @@ def test_the_store_reaches_the_middleware_by_the_environment(tmp_path: Path) -> 
 @pytest.mark.parametrize("model_id", ["s1:train:0", "a/../b", "=3A", "v1", "..", "adapters-x"])
 def test_the_key_gives_the_version_and_no_other_key_does(model_id: str) -> None:
     adapter = AdapterVersion.of(model_id, 12)
-    assert adapter_at(adapter_key(adapter)) == adapter
-    assert key_in(reference_to(adapter_key(adapter))) is not None
+    assert version_at(version_key(adapter)) == adapter
+    assert key_in(reference_to(version_key(adapter))) is not None
     for key in (KEY, "adapters-m/v12", "adapters-m/v000012-0123456789ab-01234567", "m/v000012", "adapters-m"):
-        assert adapter_at(key) is None
-    assert adapter_at("x/v-00001") is None
+        assert version_at(key) is None
+    assert version_at("x/v-00001") is None

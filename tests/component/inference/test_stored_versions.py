@@ -20,9 +20,9 @@ from skyrl.inference.remote.references import BASE_MODEL, reference_to
 from skyrl.inference.remote.sidecar import MAX_BODY, UPDATE, KeyNeeded, StoredVersions
 from skyrl.storage.checkpoint_store.base import StoreError
 from skyrl.storage.checkpoint_store.registry import store_at
-from skyrl.storage.checkpoint_store.versions import full_key, is_full_version
+from skyrl.storage.checkpoint_store.versions import is_full_version, version_key
 
-ONE, TWO, THREE, FOUR = (full_key(FullWeights.of("s1:train:0", number)) for number in (1, 2, 3, 4))
+ONE, TWO, THREE, FOUR = (version_key(FullWeights.of("s1:train:0", number)) for number in (1, 2, 3, 4))
 
 
 def files_of(key: str) -> dict[str, bytes]:

@@ -25,7 +25,7 @@ from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, Sto
 from skyrl.inference.remote.references import reference_to
 from skyrl.inference.replica import Addresses, CallTimeouts, Replica
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
-from skyrl.storage.checkpoint_store.versions import ADAPTER_FILES, adapter_key
+from skyrl.storage.checkpoint_store.versions import ADAPTER_FILES, version_key
 from skyrl.storage.db import checkpoints
 from skyrl.storage.db.engine_state import read_state
 from skyrl.storage.db.models import set_model
@@ -41,7 +41,7 @@ class TravellingWorld(World):
     def files(self, number: int) -> set[str]:
         """Names of the stored files of a version; empty if it is not stored."""
         try:
-            return set(self.harness.checkpoint_store.files(adapter_key(self.version(number))))
+            return set(self.harness.checkpoint_store.files(version_key(self.version(number))))
         except NotStored:
             return set()
 
@@ -88,7 +88,7 @@ async def test_an_unnamed_save_is_stored_before_replicas_load_it_and_swept_with_
     assert world.harness.model_row(world.trainer.model_id).versions_taken == 1, "no other engine takes the number"
     go.set()
     saved = await world.trainer.result(save)
-    key = adapter_key(world.version(1))
+    key = version_key(world.version(1))
     assert world.asked_for(LOAD) == [{"lora_name": world.version(1).name, "lora_path": reference_to(key)}]
     assert not world.harness.config.adapters_dir.exists(), "nothing is on the engine's disk alone"
     sampler = world.harness.database.read(lambda c: find_sampler(c, saved["sampling_session_id"]))
@@ -108,7 +108,7 @@ async def test_a_named_save_is_stored_once_and_outlives_its_checkpoint_while_it_
 ) -> None:
     await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
     (row,) = world.harness.checkpoint_rows(world.trainer.model_id)
-    assert world.keys() == {row.store_key} == {adapter_key(world.version(1))}
+    assert world.keys() == {row.store_key} == {version_key(world.version(1))}
     assert row.size_bytes == sum(len(content) for content in world.harness.stored(row).values()) > 0
     await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first", overwrite=True)
     await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
@@ -118,7 +118,7 @@ async def test_a_named_save_is_stored_once_and_outlives_its_checkpoint_while_it_
     session = await world.harness.sessions.create("tenant", [], None, "")
     await world.harness.end(world.trainer.session)
     await world.sweeps()
-    assert world.keys() == {adapter_key(world.version(2))}
+    assert world.keys() == {version_key(world.version(2))}
     table = checkpoints.checkpoints
     world.harness.database.write(lambda c: c.execute(table.delete()))
     await world.harness.end(session)
@@ -134,14 +134,14 @@ async def test_an_expired_checkpoint_takes_no_files_from_a_sampling_session(worl
 
     def move(connection: Any) -> None:
         """The checkpoint of this sampling session's version, which expires."""
-        key = adapter_key(world.version(1))
+        key = version_key(world.version(1))
         values = {"weights": world.version(1), "store_key": key, "expires_at": 1.0}
         connection.execute(table.update().values(values))
 
     world.harness.database.write(move)
     await world.sweeps()
     assert world.harness.checkpoint_rows(world.trainer.model_id) == []
-    assert world.keys() == {adapter_key(world.version(1))}
+    assert world.keys() == {version_key(world.version(1))}
 
 
 async def test_a_version_that_a_dead_engine_has_stored_is_never_written_again(world: TravellingWorld) -> None:
@@ -154,7 +154,7 @@ async def test_a_version_that_a_dead_engine_has_stored_is_never_written_again(wo
     await world.harness.start(group=world.group)
     await world.trainer.result(save)
     (row,) = world.harness.checkpoint_rows(world.trainer.model_id)
-    assert (row.weights, row.store_key) == (world.version(2), adapter_key(world.version(2)))
+    assert (row.weights, row.store_key) == (world.version(2), version_key(world.version(2)))
     await world.sweeps()
     assert world.keys() == {row.store_key}
     assert world.version(1).name in [asked["lora_name"] for asked in world.asked_for(UNLOAD)]
@@ -200,8 +200,8 @@ async def test_adapters_of_a_server_without_ray_are_stored_when_it_starts_with_r
         assert harness.database.read(read_state).state_dir is None
         host = stored_adapters(harness)
         first, second = (AdapterVersion.of(trainer.model_id, number) for number in (1, 2))
-        assert await host.bring(first) == reference_to(adapter_key(first))
-        assert harness.checkpoint_store.files(adapter_key(first)).keys() == ADAPTER_FILES
+        assert await host.bring(first) == reference_to(version_key(first))
+        assert harness.checkpoint_store.files(version_key(first)).keys() == ADAPTER_FILES
         assert await host.bring(second) == reference_to(row.store_key)
 
 
@@ -225,7 +225,7 @@ async def test_an_engine_on_another_host_with_an_empty_state_directory_has_the_a
         for _ in range(2):
             assert sweeper.unused_adapters(()) == []
             sweeper.delete_files(())
-        key = adapter_key(AdapterVersion.of(trainer.model_id, 1))
+        key = version_key(AdapterVersion.of(trainer.model_id, 1))
         assert harness.checkpoint_store.files(key).keys() == ADAPTER_FILES
         assert await stored_adapters(harness).bring(AdapterVersion.of(trainer.model_id, 1)) == reference_to(key)
 
@@ -239,10 +239,10 @@ async def test_an_adapter_that_nothing_holds_is_missing_and_an_unreachable_datab
             await host.bring(adapter)
         with monkeypatch.context() as patched:
             patched.setattr(harness.checkpoint_store, "files", lambda _: (_ for _ in ()).throw(StoreError("away")))
-            assert await host.bring(adapter) == reference_to(adapter_key(adapter)), "the node may have it"
-        with harness.checkpoint_store.writing(adapter_key(adapter)) as directory:
+            assert await host.bring(adapter) == reference_to(version_key(adapter)), "the node may have it"
+        with harness.checkpoint_store.writing(version_key(adapter)) as directory:
             (directory / "adapter_config.json").write_text("{}")
-        assert await host.bring(adapter) == reference_to(adapter_key(adapter))
+        assert await host.bring(adapter) == reference_to(version_key(adapter))
 
         async def failing(_: AdapterVersion) -> str | None:
             raise OSError("away")
@@ -255,7 +255,7 @@ async def test_a_hanging_replica_keeps_no_stored_files_and_is_asked_to_unload_un
     async with harness_in(tmp_path / "state") as harness, servers(1) as (server,):
         a, b = (AdapterVersion.of("s1:train:0", number) for number in (1, 2))
         for adapter in (a, b):
-            with harness.checkpoint_store.writing(adapter_key(adapter)) as directory:
+            with harness.checkpoint_store.writing(version_key(adapter)) as directory:
                 (directory / "adapter_config.json").write_text("{}")
         timeouts = CallTimeouts(unload_s=0.2)
         replica = Replica("vllm", Addresses.same(server.url), "key", stored_adapters(harness), timeouts)

@@ -54,7 +54,7 @@ from skyrl.sampling.job import SampleJob
 from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.checkpoint_store.directories import link_files
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.storage.checkpoint_store.versions import adapter_key
+from skyrl.storage.checkpoint_store.versions import version_key
 from skyrl.weights.protocol import AdapterFiles
 from tests.weight_media import World, check
 
@@ -336,16 +336,16 @@ async def test_an_adapter_from_the_checkpoint_store_samples_as_its_files_do_also
     """vLLM reads an evicted adapter's files again, and would die if they were gone."""
     version, store = AdapterVersion("travels:train:0@1"), open_store(served.config)
     files = adapter(tmp_path / "a", 8)
-    with store.writing(adapter_key(version)) as directory:
+    with store.writing(version_key(version)) as directory:
         link_files(files, directory)
     body: dict[str, Any] = {"prompt": [5, 6, 7], "temperature": 0}
     async with client_of(served) as http:
         await served.client.load_adapter("direct", str(files))
         direct = (await complete(http, model="direct", **body))["choices"][0]
-        await served.client.load_adapter(version.name, reference_to(adapter_key(version)))
+        await served.client.load_adapter(version.name, reference_to(version_key(version)))
         assert (await complete(http, model=version.name, **body))["choices"][0] == direct
 
-        store.delete(adapter_key(version))
+        store.delete(version_key(version))
         others = [f"other-{number}" for number in range(9)]
         for name in others:
             await served.client.load_adapter(name, str(adapter(tmp_path / name, 8)))

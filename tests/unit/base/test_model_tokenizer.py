@@ -1,14 +1,18 @@
-"""The tokenizer of a model without tokenizer.json is the one that vLLM takes."""
+"""A model's tokenizer and templates from its files, and whether two models share their vocabularies."""
 
 from __future__ import annotations
 
 import base64
 import json
+import shutil
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
+from skyrl.base.model_files import Shared, shared_ids, template_of, tokens_of
 from skyrl.base.model_tokenizer import tokenizer_of
 from skyrl.base.tiny import model_path
 
@@ -74,3 +78,78 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "tiktoken.model").write_text("no pair")
     with pytest.raises(ValueError, match=r"tiktoken\.model"):
         tokenizer_of(str(tmp_path))
+
+
+def tokenizer(directory: Path, model: Any, *added: tuple[int, str]) -> str:
+    directory.mkdir()
+    content = {"model": model, "added_tokens": [{"id": number, "content": token} for number, token in added]}
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    return str(directory)
+
+
+def test_ids_are_shared_if_both_tokenizers_have_the_same_token_there(tmp_path: Path) -> None:
+    one = tokenizer(tmp_path / "one", {"type": "BPE", "vocab": {"a": 0, "b": 1, "c": 2}}, (3, "<end>"))
+    same = tokenizer(tmp_path / "same", {"type": "BPE", "vocab": {"c": 2, "b": 1, "a": 0}}, (3, "<end>"))
+    longer = tokenizer(tmp_path / "longer", {"type": "BPE", "vocab": {"a": 0, "b": 1, "c": 2, "d": 4}}, (3, "<end>"))
+    other = tokenizer(tmp_path / "other", {"type": "Unigram", "vocab": [["b", -1.5], ["b2", 0], ["c", -2]]})
+    assert shared_ids(one, same) == Shared(4, 4)
+    assert shared_ids(one, longer) == Shared(4, 5)
+    assert shared_ids(one, other) == shared_ids(other, one) == Shared(1, 4)
+
+
+def test_the_tokens_are_those_of_the_tokenizer_itself() -> None:
+    """Of every id of the tiny model, and of no other."""
+    real = PreTrainedTokenizerFast(tokenizer_file=f"{model_path()}/tokenizer.json")
+    assert tokens_of(str(model_path())) == {number: token for token, number in real.get_vocab().items()}
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}", '{"model": {"vocab": 3}}', '{"model": {}}'])
+def test_nothing_is_said_of_a_tokenizer_that_cannot_be_read(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    assert shared_ids(str(model_path()), str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("name", ["acme/none", "no name of the hub/at/all"])
+def test_nothing_is_said_of_a_model_of_the_hub_that_is_not_here(name: str) -> None:
+    assert shared_ids(name, str(model_path())) is None
+
+
+PLAIN, TOOLS, OTHER = "plain {{ messages }}", "tools {{ messages }}", "other {{ messages }}"
+NAMED = [
+    {"name": "default", "template": PLAIN},
+    {"name": "tool_use", "template": TOOLS},
+    {"name": "rag", "template": "r"},
+]
+
+
+@pytest.mark.parametrize(
+    ("files", "plain", "tools"),
+    [
+        ({"tokenizer_config.json": NAMED}, PLAIN, TOOLS),
+        ({"tokenizer_config.json": NAMED[:1]}, PLAIN, PLAIN),
+        ({"tokenizer_config.json": OTHER}, OTHER, OTHER),
+        ({"chat_template.jinja": PLAIN, "tokenizer_config.json": OTHER}, PLAIN, PLAIN),
+        ({"chat_template.jinja": PLAIN, "additional_chat_templates/tool_use.jinja": TOOLS}, PLAIN, TOOLS),
+        ({"chat_template.json": PLAIN}, PLAIN, PLAIN),
+        ({}, None, None),
+    ],
+)
+def test_the_template_for_tools_is_that_of_chats_with_tools(
+    tmp_path: Path, files: dict[str, Any], plain: str | None, tools: str | None
+) -> None:
+    for name in ("tokenizer.json", "config.json"):
+        shutil.copy(model_path() / name, tmp_path)
+    settings = json.loads((model_path() / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name, template in files.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        kept = settings if name == "tokenizer_config.json" else {}
+        file.write_text(json.dumps(kept | {"chat_template": template}) if name.endswith(".json") else template)
+    assert (template_of(str(tmp_path), tools=False), template_of(str(tmp_path))) == (plain, tools)
+    if plain is not None and "chat_template.json" not in files:  # that is a processor's
+        theirs = import_module("transformers").AutoTokenizer.from_pretrained(str(tmp_path))
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        assert (theirs.get_chat_template(), theirs.get_chat_template(tools=[tool])) == (plain, tools)

@@ -1,9 +1,10 @@
-"""Image chunks on the wire: files are taken out of bodies, and every faulty chunk is refused by its name."""
+"""Images in bodies: their files are taken out, their base64 text is read in pieces."""
 
 from __future__ import annotations
 
 import base64
 import json
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from tinker.types import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from skyrl.base.pictures.picture import MAX_PICTURES, PlacedPicture, digest_of
 from skyrl.base.pictures.places import KnownPicture, place
 from skyrl.base.pictures.vision import VisionConfig
+from skyrl.base.wire import decoding
 from skyrl.base.wire import tinker_pb2 as pb
+from skyrl.base.wire.decoding import decode_base64
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.sample_request import (
     ImagePart,
@@ -200,3 +203,30 @@ def test_the_token_of_images_may_not_be_in_the_text_beside_an_image() -> None:
 def test_a_request_without_images_may_hold_any_token() -> None:
     request: SampleRequest = decode_sample_request(sample_body({"tokens": [1, PAD]}), 1000)
     assert text_and_images(request.prompt) == ([1, PAD], [])
+
+
+@pytest.mark.parametrize("piece", [4, 8, 2**20])
+def test_pieces_are_the_same_as_the_whole(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "PIECE", piece)
+    for length in range(60):
+        data = Random(length).randbytes(length)
+        assert decode_base64(base64.b64encode(data).decode()) == data
+
+
+@pytest.mark.parametrize("piece", [4, 2**20])
+def test_what_python_refuses_is_refused_in_pieces_too(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "PIECE", piece)
+    whole, rng, refused = base64.b64encode(bytes(range(40))).decode(), Random(1), 0
+    for _ in range(3000):
+        at = rng.randrange(len(whole))
+        text = whole[:at] + rng.choice(("", "=", "==", "\n", "-", "é", "A")) + whole[at + rng.choice((0, 1)) :]
+        try:
+            expected: bytes | None = base64.b64decode(text, validate=True)
+        except ValueError:
+            expected, refused = None, refused + 1
+        if expected is None:
+            with pytest.raises(ValueError, match="."):
+                decode_base64(text)
+        else:
+            assert decode_base64(text) == expected
+    assert 500 < refused < 2900

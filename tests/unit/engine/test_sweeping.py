@@ -16,7 +16,7 @@ from skyrl.engine import sweeping
 from skyrl.engine.sweeping import FileSweeper
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.storage.checkpoint_store.versions import adapter_directory
+from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.samplers import Sampler, add_sampler
 from skyrl.storage.db.tables import SessionRow
@@ -47,7 +47,7 @@ def sweeper(config: ServerConfig, database: Database) -> FileSweeper:
 
 def write_old_adapter(config: ServerConfig) -> Path:
     """Write an adapter version with an old modification time. No row names it."""
-    directory = adapter_directory(config.state_dir, ADAPTER)
+    directory = version_directory(config.state_dir, ADAPTER)
     directory.mkdir(parents=True)
     (directory / "adapter_model.safetensors").write_bytes(b"weights")
     os.utime(directory, (LONG_AGO, LONG_AGO))

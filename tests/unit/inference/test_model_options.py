@@ -1,4 +1,4 @@
-"""vLLM's options by the architecture of the base model."""
+"""What the base model's config.json means for vLLM: its options, its context, and its pictures."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.config.server import ConfigError
-from skyrl.inference.model_options import CPU_KV_BYTES, cpu_options, kv_cache_bytes
-from skyrl.inference.vllm_command import vllm_spec
+from skyrl.base.config.server import ConfigError, ServerConfig, vision_of
+from skyrl.base.config.several import base_models_of
+from skyrl.base.pictures.picture import MAX_PICTURES
+from skyrl.base.pictures.vision import SEES, NoVision, VisionConfig
+from skyrl.inference import vllm_command
+from skyrl.inference.engine_kinds import Vllm
+from skyrl.inference.model_options import CPU_KV_BYTES, cpu_options, kv_cache_bytes, longest_context
+from skyrl.inference.vllm_command import context_length, context_sentence, vllm_spec
+from skyrl.sampling.job import MAX_TOPK
+from tests.families import PROCESSOR
 
 SIZES = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 64}
 DELTA_RULE: dict[str, Any] = {
@@ -135,3 +142,190 @@ def test_an_activation_of_gpt_oss_that_vllm_computes_otherwise_is_refused(tmp_pa
     _argv(tmp_path, GPT_OSS, cuda=cuda)
     with pytest.raises(ConfigError, match=r"config.json has swiglu_limit 5.0, and vLLM computes 7.0"):
         _argv(tmp_path, GPT_OSS | {"swiglu_limit": 5.0}, cuda=cuda)
+
+
+GIB = 2.0**30
+SMALL = {
+    "max_position_embeddings": 32_768,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "hidden_size": 896,
+    "intermediate_size": 4_864,
+}
+"""As Qwen2.5-0.5B: 24 kB of cache for a token."""
+WIDE = SMALL | {"num_hidden_layers": 36, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 2_560}
+"""As Qwen3-4B: 288 kB of cache for a token."""
+
+
+@pytest.mark.parametrize(
+    ("model", "memory", "expected"),
+    [
+        (SMALL, 24 * GIB, 32_768),
+        (SMALL, 16 * GIB, 16_384),
+        (SMALL, 2 * GIB, 4_096),
+        (SMALL, 8 * GIB, 8_192),
+        (SMALL | {"max_position_embeddings": 8_192}, 24 * GIB, 8_192),
+        (SMALL | {"max_position_embeddings": 20_000}, 24 * GIB, 20_000),
+        (SMALL | {"max_position_embeddings": 2_048}, 2 * GIB, 2_048),
+        (SMALL | {"max_position_embeddings": 131_072}, 512 * GIB, 32_768),
+        (WIDE, 24 * GIB, 16_384),
+        (WIDE, 64 * GIB, 32_768),
+        ({}, 512 * GIB, 4_096),
+    ],
+)
+def test_the_context_is_as_long_as_the_memory_easily_holds(model: dict[str, Any], memory: float, expected: int) -> None:
+    assert longest_context(model, 256, memory) == expected
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    monkeypatch.setattr(vllm_command, "limit_bytes", lambda: 24 * GIB)
+    return tmp_path
+
+
+def test_the_start_says_the_context_and_why(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config({"base_model": str(directory)})
+    assert context_length(config, cuda=False) == 32_768
+    assert context_sentence(config, cuda=False) == "context: sequences of up to 32768 tokens, the model's own length"
+    key = "generator.inference_engine.max_model_len"
+    given = load_config({"base_model": str(directory), "backend_config": {key: 100}})
+    assert context_sentence(given, cuda=False) == f"context: sequences of up to 100 tokens, as {key} says"
+    monkeypatch.setattr(vllm_command, "limit_bytes", lambda: 4 * GIB)
+    assert context_sentence(config, cuda=False) == (
+        "context: sequences of up to 4096 tokens, what this machine's memory easily holds of the model's 32768; "
+        f"{key} sets another length"
+    )
+    assert context_sentence(config, cuda=True) == ""
+
+
+def test_vllms_that_share_the_memory_or_run_elsewhere_serve_4096_tokens(directory: Path) -> None:
+    key = "generator.inference_engine.num_engines"
+    several = load_config({"base_models": [{"base_model": str(directory)}, {"base_model": "tiny"}]})
+    for config in (
+        base_models_of(several)[0],
+        load_config({"base_model": str(directory), "backend_config": {key: 2}}),
+        load_config({"base_model": str(directory), "ray_address": "local"}),
+    ):
+        assert context_length(config, cuda=False) == 4_096
+
+
+def test_a_system_that_does_not_tell_its_memory_serves_what_costs_no_more(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown() -> float:
+        raise FileNotFoundError("/proc/meminfo")
+
+    monkeypatch.setattr(vllm_command, "limit_bytes", unknown)
+    assert context_length(load_config({"base_model": str(directory)}), cuda=False) == 4_096
+
+
+def test_a_prompt_of_the_longest_length_counts_as_no_hanging_engine(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    key = "generator.inference_engine.step_timeout_s"
+    longest = Vllm(load_config({"base_model": str(directory)}), "")
+    assert longest.probes["/is_sleeping"] == 16 * 300
+    given = Vllm(load_config({"base_model": str(directory), "backend_config": {key: 100}}), "")
+    assert given.probes["/is_sleeping"] == 100
+    assert Vllm(load_config({}), "").probes["/is_sleeping"] == 300
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert longest.probes["/is_sleeping"] == 300
+
+
+OPTIONS = "generator.inference_engine.engine_init_kwargs"
+TEXT = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 128, "max_position_embeddings": 1024}
+
+
+def model(directory: Path, model_type: str = "qwen3_vl", *, processor: bool = True) -> str:
+    config = {"model_type": model_type, "vision_config": {"depth": 2}, "text_config": TEXT, "image_token_id": 9}
+    (directory / "config.json").write_text(json.dumps(config))
+    if processor:
+        (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return str(directory)
+
+
+def config_of(path: str, **options: Any) -> ServerConfig:
+    return load_config({"base_model": path, "backend_config": {OPTIONS: options}})
+
+
+def argv(config: ServerConfig, *, cuda: bool = False) -> tuple[str, ...]:
+    return vllm_spec(config, 9123, "secret", cuda=cuda).argv
+
+
+def value(words: tuple[str, ...], name: str) -> str:
+    return words[words.index(f"--{name}") + 1]
+
+
+def sight(config: ServerConfig) -> VisionConfig:
+    found = vision_of(config)
+    assert isinstance(found, VisionConfig)
+    return found
+
+
+def blind(config: ServerConfig) -> NoVision:
+    found = vision_of(config)
+    assert isinstance(found, NoVision)
+    return found
+
+
+@pytest.mark.parametrize("model_type", sorted(SEES))
+@pytest.mark.parametrize("cuda", [False, True])
+def test_vllm_gets_pictures_and_fetches_none(tmp_path: Path, model_type: str, cuda: bool) -> None:
+    config = config_of(model(tmp_path, model_type))
+    words = argv(config, cuda=cuda)
+    assert "--language-model-only" not in words
+    assert "--enable-scale-out" in words
+    assert json.loads(value(words, "limit-mm-per-prompt")) == {"image": MAX_PICTURES, "video": 0}
+    assert value(words, "allowed-media-domains").endswith(".invalid")
+    assert ("--skip-mm-profiling" in words) == ("--mm-processor-cache-gb" in words) == (not cuda)
+    assert sight(config).image_token_id == 9
+
+
+def test_vllm_gives_one_more_logprob_than_clients_may_ask_for(tmp_path: Path) -> None:
+    """Its route for pictures lists the sampled token first."""
+    assert value(argv(config_of(model(tmp_path))), "max-logprobs") == str(MAX_TOPK + 1)
+
+
+@pytest.mark.parametrize("name", ["language_model_only", "language-model-only"])
+def test_an_operator_can_switch_pictures_off(tmp_path: Path, name: str) -> None:
+    config = config_of(model(tmp_path), **{name: True})
+    words = argv(config)
+    assert words.count("--language-model-only") == 1
+    assert "--limit-mm-per-prompt" not in words
+    assert "--allowed-media-domains" not in words
+    assert "the operator has switched images off" in str(blind(config))
+    assert sight(config_of(str(tmp_path), **{name: False}))
+
+
+def test_an_operators_own_bounds_come_last(tmp_path: Path) -> None:
+    words = argv(config_of(model(tmp_path), limit_mm_per_prompt={"image": 2}, mm_processor_cache_gb=4))
+    assert json.loads(value(words, "limit-mm-per-prompt")) == {"image": 2}
+    assert value(words, "mm-processor-cache-gb") == "4"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "processor", "reason"),
+    [
+        ("kimi_k25", True, "takes no pictures for models of type kimi_k25"),
+        ("qwen3_vl", False, "are not on this machine"),
+    ],
+)
+def test_models_whose_pictures_are_not_taken_are_served_for_text(
+    tmp_path: Path, model_type: str, processor: bool, reason: str
+) -> None:
+    config = config_of(model(tmp_path, model_type, processor=processor))
+    words = argv(config)
+    assert "--language-model-only" in words
+    assert "--limit-mm-per-prompt" not in words
+    assert reason in str(blind(config))
+
+
+def test_a_server_of_others_is_expected_to_see(tmp_path: Path) -> None:
+    external = {"external_inference_url": "http://127.0.0.1:1"}
+    config = load_config(
+        {"base_model": model(tmp_path), **external, "backend_config": {OPTIONS: {"language_model_only": True}}}
+    )
+    assert sight(config).model_type == "qwen3_vl"

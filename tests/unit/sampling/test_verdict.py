@@ -7,7 +7,7 @@ import pytest
 
 from skyrl.http.answers import Answer
 from skyrl.router.messages import BUSY, INTERRUPTED, NO_WORKER, refusal
-from skyrl.sampling.verdict import Verdict, verdict_of
+from skyrl.sampling.servers import Verdict, verdict_of
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.types.weights import LoraSpec
 from skyrl.engine.trainer_probes import TrainerProbes, median_size, probe_tokens
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.storage.checkpoint_store.versions import adapter_directory
+from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.trainer.lora.adapter import kind_of
 from skyrl.trainer.protocol import Backend, PlaceTaken, TrainingPass
 
@@ -111,7 +111,7 @@ def test_every_choice_of_layers_changes_the_trainers_logprobs_far_above_rounding
     assert [each.layers for each in expected.probes] == [*ATTENTION, *MLP, *EXPERTS, "lm_head", "all layers"]
     for each in expected.probes:
         assert 0.2 < median_size(each.logprobs - expected.base) < 3, each.layers
-        saved = load_file(adapter_directory(tmp_path, each.adapter) / "adapter_model.safetensors")
+        saved = load_file(version_directory(tmp_path, each.adapter) / "adapter_model.safetensors")
         assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
     probes.remove()
     assert not [*(tmp_path / "adapters").iterdir()]

@@ -1,4 +1,4 @@
-"""Log lines as text and as JSON."""
+"""Log lines: the two formats, and limits on the lines that clients can cause."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 
 from skyrl.cli.launcher.state_dir import rotate_once
-from skyrl.runtime.processes.logs import JsonFormat, about_request, formatter, vllm_logging
+from skyrl.runtime.processes import logs
+from skyrl.runtime.processes.logs import (
+    INTERVAL_S,
+    MAX_CAUSES,
+    MAX_LINES,
+    JsonFormat,
+    LimitedLog,
+    about_request,
+    formatter,
+    plain,
+    vllm_logging,
+)
 from skyrl.runtime.processes.startup import running_now
 from skyrl.runtime.tracing import RequestTrace, Span, SpanContext, current_trace
 
@@ -54,7 +65,7 @@ def test_a_line_of_json_holds_a_stack_trace_and_any_text() -> None:
         made = record("broken \ud800 \x00 \n\u2028", exc_info=sys.exc_info())
     found = line(made)
     assert "ValueError: first\nsecond" in found["error"]
-    assert "test_log_format.py" in found["error"]
+    assert "test_logs.py" in found["error"]
     assert found["msg"].startswith("broken \\ud800")
 
 
@@ -124,3 +135,59 @@ def test_what_the_engine_ran_is_read_from_its_file(tmp_path: Path) -> None:
     assert running_now(file) == ["r1", "r2"]
     file.write_text("damaged")
     assert running_now(file) == []
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def log(clock: Clock, caplog: pytest.LogCaptureFixture) -> LimitedLog:
+    caplog.set_level(logging.INFO)
+    return LimitedLog(logging.getLogger("skyrl.test"), clock)
+
+
+def test_a_cause_has_one_line_in_ten_seconds_and_the_next_line_counts_the_rest(
+    log: LimitedLog, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(5):
+        log.say(logging.INFO, "a", "one")
+    log.say(logging.WARNING, "b", "two")
+    assert caplog.messages == ["one", "two"]
+    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]
+    clock.now = INTERVAL_S
+    log.say(logging.INFO, "a", "one")
+    log.say(logging.INFO, "b", "two")
+    assert caplog.messages[2:] == ["one (and 4 more like it since the last line)", "two"]
+
+
+def test_lines_of_all_causes_together_are_limited_and_the_omitted_ones_counted(
+    log: LimitedLog, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(MAX_LINES + 30):
+        log.say(logging.INFO, number, f"line {number}")
+    assert len(caplog.messages) == MAX_LINES
+    clock.now = INTERVAL_S
+    log.say(logging.INFO, "new", "later")
+    assert caplog.messages[MAX_LINES:] == ["30 lines about other requests were left out", "later"]
+
+
+def test_old_causes_are_forgotten(log: LimitedLog, clock: Clock) -> None:
+    for number in range(3 * MAX_CAUSES):
+        clock.now = float(number)
+        log.say(logging.INFO, number, "line")
+    assert len(log._causes) == MAX_CAUSES
+
+
+def test_text_of_clients_is_escaped_to_one_line_of_bounded_length() -> None:
+    assert plain("a\nb\x1b[31m\u2028é") == "a\\nb\\x1b[31m\\u2028é"
+    assert plain("x" * 1_000) == "x" * logs.MAX_TEXT + "... (1000 characters)"

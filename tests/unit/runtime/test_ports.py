@@ -1,13 +1,14 @@
-"""The listening sockets of a server: they are open from its start, before any process accepts connections."""
+"""Sockets that a server listens on, and the network interfaces of this machine's addresses."""
 
 from __future__ import annotations
 
 import socket
 
+import psutil
 import pytest
 
 from skyrl.base.config.server import ConfigError
-from skyrl.runtime.processes.ports import free_port, listen
+from skyrl.runtime.processes.ports import free_port, interface_of, listen
 
 
 def test_a_server_listens_on_every_address_of_a_name() -> None:
@@ -49,3 +50,19 @@ def test_no_socket_stays_open_if_one_address_is_taken() -> None:
     taken.close()
     for opened in listen("localhost", port):
         opened.close()
+
+
+def test_each_address_of_this_machine_has_its_interface() -> None:
+    names = {
+        entry.address.partition("%")[0]: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    assert names["127.0.0.1"] == "lo"
+    assert {address: interface_of(address) for address in names} == names
+
+
+def test_what_is_no_address_of_this_machine_has_none() -> None:
+    assert interface_of("192.0.2.1") is None, "a documentation address is nobody's"
+    assert interface_of("a name") is None
