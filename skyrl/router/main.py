@@ -145,10 +145,10 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
             policy=options.policy,
             max_body_bytes=options.limits.body_bytes,
             admin_key=AdminKey(options.admin_key),
-            key=options.key,
+            key=None if options.key is None else AdminKey(options.key),
         )
         # Middleware sees every request, so then all requests take the long way
-        yield Router(app, None if options.middleware else FastPathRule(proxy, is_own, app.bearer))
+        yield Router(app, None if options.middleware else FastPathRule(proxy, is_own, app.key))
 
 
 def _slime_args(options: RouterOptions) -> dict[str, object]:

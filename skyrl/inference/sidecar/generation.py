@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from skyrl.http.messages import Send, encoded, json_reply
@@ -61,16 +62,16 @@ class TokenTexts:
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Generation:
-    def __init__(
-        self, vllm: Vllm, facts: KnownFacts, version: WeightVersion, in_flight: InFlight, pictures: Pictures
-    ) -> None:
-        self._vllm = vllm
-        self._facts = facts
-        self._version = version
-        self._in_flight = in_flight
-        self._pictures = pictures
-        self._texts = TokenTexts(vllm)
+    vllm: Vllm
+    facts: KnownFacts
+    version: WeightVersion
+    in_flight: InFlight
+    pictures: Pictures
+
+    def __post_init__(self) -> None:
+        self._texts = TokenTexts(self.vllm)
 
     @asynccontextmanager
     async def _admitted(self, request: GenerateRequest) -> AsyncIterator[list[Job]]:
@@ -81,9 +82,9 @@ class Generation:
             for prompt in request.prompts
             for name in prompt.sample_ids()
         ]
-        self._in_flight.admit(samples)
+        self.in_flight.admit(samples)
         try:
-            facts, jobs, rest = await self._facts.get(), [], iter(samples)
+            facts, jobs, rest = await self.facts.get(), [], iter(samples)
             prompts = await all_of(self._prompt(prompt, facts.root) for prompt in request.prompts)
             for prompt, (tokens, pictures) in zip(request.prompts, prompts, strict=True):
                 wanted = new_tokens(prompt, len(tokens), facts.context)
@@ -91,12 +92,12 @@ class Generation:
                     jobs.append(Job(request, prompt, tokens, child, wanted, next(rest), facts, pictures))
             yield jobs
         except (VllmAway, VllmBroke):
-            self._facts.forget()
+            self.facts.forget()
             self._texts.forget()
             raise
         finally:
             for sample in samples:
-                self._in_flight.end(sample)
+                self.in_flight.end(sample)
 
     async def whole(self, request: GenerateRequest) -> Any:
         """The answer: an object, or a list of objects, one for each sample. Raises SidecarError."""
@@ -105,7 +106,7 @@ class Generation:
         async def sampled(job: Job) -> dict[str, Any]:
             collected = Collected()
             await self._collect(job, collected, lambda: None)
-            return await self._answer(job, collected, await self._version.at_end(collected.versions), started)
+            return await self._answer(job, collected, await self.version.at_end(collected.versions), started)
 
         async with self._admitted(request) as jobs:
             answers = await all_of(map(sampled, jobs))
@@ -116,7 +117,7 @@ class Generation:
         comes in one chunk. Raises SidecarError."""
         started = time.monotonic()
         async with self._admitted(request) as jobs:
-            version = await self._version.get()
+            version = await self.version.get()
             collecteds = [Collected() for _ in jobs]
             changed, news, ended = asyncio.Event(), set[int](), set[int]()
 
@@ -141,7 +142,7 @@ class Generation:
                         news.discard(index)
                         if index in ended:
                             await tasks[index]
-                            version = await self._version.at_end(collecteds[index].versions)
+                            version = await self.version.at_end(collecteds[index].versions)
                             unsent -= 1
                         elif collecteds[index].finish is not None:
                             continue  # the usage is still to come
@@ -154,21 +155,21 @@ class Generation:
 
     async def _collect(self, job: Job, collected: Collected, changed: Callable[[], None]) -> None:
         try:
-            await collect(job, self._vllm, self._in_flight, collected, changed)
+            await collect(job, self.vllm, self.in_flight, collected, changed)
         finally:
-            self._in_flight.end(job.sample)
+            self.in_flight.end(job.sample)
 
     async def _prompt(self, prompt: Prompt, model: str) -> tuple[list[int], PlacedPictures | None]:
         """The tokens that the model computes, and the prompt with its pictures; None if it has none."""
         tokens = await self._tokens(prompt)
-        return await self._pictures.place(prompt.pictures, tokens, model) if prompt.pictures else (tokens, None)
+        return await self.pictures.place(prompt.pictures, tokens, model) if prompt.pictures else (tokens, None)
 
     async def _tokens(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens. vLLM adds the tokenizer's special tokens to a text, as SGLang does."""
         if not isinstance(prompt.tokens, str):
             return prompt.tokens
         body = {"prompt": prompt.tokens, "add_special_tokens": True}
-        answer = await self._vllm.call("POST", "/tokenize", body)
+        answer = await self.vllm.call("POST", "/tokenize", body)
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
         if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
             raise VllmBroke("vLLM's /tokenize answered no tokens")

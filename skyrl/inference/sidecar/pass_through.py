@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import AsyncIterable
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -34,14 +35,14 @@ TOOL_CALLS = "tool_calls"
 _THEIR_NAMES = (b"`kv_transfer_params['prompt_token_ids']`", b"kv_transfer_params.prompt_token_ids")
 
 
+@dataclass(eq=False)
 class OpenaiAnswers:
-    def __init__(self, facts: KnownFacts, version: WeightVersion) -> None:
-        self._facts = facts
-        self._version = version
+    facts: KnownFacts
+    version: WeightVersion
 
     async def check_length(self, request: OpenaiRequest) -> None:
         """Raises BadRequest, with SGLang's words, for a prompt of ids that leaves no room; other SidecarErrors."""
-        if request.given_tokens and request.given_tokens >= (context := (await self._facts.get()).context):
+        if request.given_tokens and request.given_tokens >= (context := (await self.facts.get()).context):
             raise BadRequest(
                 f"The input ({request.given_tokens} tokens) is longer than the model's context length ({context} "
                 "tokens)."
@@ -85,7 +86,7 @@ class OpenaiAnswers:
         finish = finish_reason(collected, aborted=False, scoring=False)
         if choice.get("finish_reason") == TOOL_CALLS:
             finish = {"type": TOOL_CALLS, "matched": None}
-        version = await self._version.at_end(collected.versions)
+        version = await self.version.at_end(collected.versions)
         logprobs = Logprobs() if request.logprobs else None
         start = request.routed_experts_start
         return meta_info(name, finish, prompt, collected, version, started, logprobs=logprobs, experts_start=start)

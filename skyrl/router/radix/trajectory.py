@@ -26,44 +26,32 @@ class Tokens:
     """Token ids, logprobs (0.0 for tokenised text), loss masks (1 sampled, 0 tokenised), in parallel. Kept as arrays:
     a text of megabytes has a million tokens, and lists of them are slow to copy."""
 
-    id_array: array[int]
-    logprob_array: array[float]
-    mask_bytes: bytearray
+    ids: array[int]
+    logprobs: array[float]
+    mask: bytearray
 
     def __init__(self, ids: Sequence[int] = (), logprobs: Sequence[float] = (), mask: Sequence[int] = ()) -> None:
-        self.id_array = array("q", ids)
-        self.logprob_array = array("d", logprobs)
-        self.mask_bytes = bytearray(mask)
+        self.ids = array("q", ids)
+        self.logprobs = array("d", logprobs)
+        self.mask = bytearray(mask)
 
     def __len__(self) -> int:
-        return len(self.id_array)
-
-    @property
-    def ids(self) -> list[int]:
-        return self.id_array.tolist()
-
-    @property
-    def logprobs(self) -> list[float]:
-        return self.logprob_array.tolist()
-
-    @property
-    def mask(self) -> list[int]:
-        return list(self.mask_bytes)
+        return len(self.ids)
 
     def after(self, count: int) -> Tokens:
         """Those behind the first `count`."""
-        return Tokens(self.id_array[count:], self.logprob_array[count:], self.mask_bytes[count:])
+        return Tokens(self.ids[count:], self.logprobs[count:], self.mask[count:])
 
     def add_tokenised(self, ids: Sequence[int]) -> None:
         for start in range(0, len(ids), _PIECE):  # other threads may run between two pieces
-            self.id_array.extend(ids[start : start + _PIECE])
-        self.logprob_array.frombytes(bytes(8 * len(ids)))
-        self.mask_bytes += bytes(len(ids))
+            self.ids.extend(ids[start : start + _PIECE])
+        self.logprobs.frombytes(bytes(8 * len(ids)))
+        self.mask += bytes(len(ids))
 
     def add_sampled(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        self.id_array.extend(ids)
-        self.logprob_array.extend(logprobs)
-        self.mask_bytes += b"\1" * len(ids)
+        self.ids.extend(ids)
+        self.logprobs.extend(logprobs)
+        self.mask += b"\1" * len(ids)
 
 
 @dataclass(frozen=True)
@@ -101,9 +89,9 @@ class Trajectory:
         self.alive = True
         self.retired = False
         self.start = start  # the character at which the sampled span begins
-        self.ids = before.id_array + array("q", sample.ids)
-        self.logprobs = before.logprob_array + array("d", sample.logprobs)
-        self.mask = bytes(before.mask_bytes) + b"\1" * len(sample.ids)
+        self.ids = before.ids + array("q", sample.ids)
+        self.logprobs = before.logprobs + array("d", sample.logprobs)
+        self.mask = bytes(before.mask) + b"\1" * len(sample.ids)
         self.positions = array("q", [start + characters for characters, _ in sample.cuts])
         self.counts = array("q", [len(before) + tokens for _, tokens in sample.cuts])
         self.end: Node | None = None  # the last node of its path, which ends where text + tail end
@@ -133,9 +121,9 @@ class Trajectory:
             trajectory, end = trajectory.parent.trajectory, trajectory.parent.count
         tokens = Tokens()
         for trajectory, end in reversed(parts):
-            tokens.id_array += trajectory.ids[:end]
-            tokens.logprob_array += trajectory.logprobs[:end]
-            tokens.mask_bytes += trajectory.mask[:end]
+            tokens.ids += trajectory.ids[:end]
+            tokens.logprobs += trajectory.logprobs[:end]
+            tokens.mask += trajectory.mask[:end]
         return tokens
 
 
