@@ -125,9 +125,13 @@ class AdminRoutes:
             return _refused(400, wrong)
         with self.pool.weights_change([worker for worker in workers if not worker.is_dead]):
             outcomes = await self._to_all(request, workers)
-            if path == _INIT:
-                self._disable_who_failed(outcomes)
-            elif path in (_DISK, _GROUP):
+            # A worker that did not join its group may hang in it: an operator decides when it serves again
+            for outcome in outcomes if path == _INIT else ():
+                if not _is_done(outcome) and not outcome.dead:
+                    reason = f"its group of weight updates was not formed: {outcome.error or outcome.body}"
+                    log.warning("worker %s is disabled: %s", outcome.worker.url, reason)
+                    self.pool.set_service(outcome.worker, disabled=reason, is_dead=outcome.worker.is_dead)
+            if path in (_DISK, _GROUP):
                 self._note_who_missed(outcomes, request)
         return _aggregated(path, [*outcomes, *absent])
 
@@ -144,14 +148,6 @@ class AdminRoutes:
                 url = look.worker.url
                 return f"{min(given)}: {url} does not say that it stages updates, and may load the weights at once"
         return None
-
-    def _disable_who_failed(self, outcomes: Sequence[Outcome]) -> None:
-        """A worker that did not join its group may hang in it: an operator decides when it serves again."""
-        for outcome in outcomes:
-            if not _is_done(outcome) and not outcome.dead:
-                reason = f"its group of weight updates was not formed: {outcome.error or outcome.body}"
-                log.warning("worker %s is disabled: %s", outcome.worker.url, reason)
-                self.pool.set_service(outcome.worker, disabled=reason, is_dead=outcome.worker.is_dead)
 
     async def _own_ranks(
         self, workers: Sequence[Worker], request: SharedRequest

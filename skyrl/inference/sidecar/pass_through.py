@@ -111,13 +111,6 @@ async def checked(chunks: AsyncIterable[bytes], tokens: list[int]) -> bytes:
     return begun
 
 
-def in_our_words(error: bytes) -> bytes:
-    """An error of vLLM with the name of the field that the client has sent."""
-    for name in _THEIR_NAMES:
-        error = error.replace(name, b"input_ids")
-    return error
-
-
 def _decoded(body: bytes) -> dict[str, Any]:
     try:
         answer = msgspec.json.decode(body)
@@ -208,7 +201,10 @@ async def _answer(
     if request is not None and not request.is_plain:
         if response.status != 200 or not request.stream:
             whole = await vllm.read(response)
-            whole = in_our_words(whole) if response.status != 200 else await answers.whole(request, whole, started)
+            if response.status == 200:
+                whole = await answers.whole(request, whole, started)
+            for name in _THEIR_NAMES if response.status != 200 else ():
+                whole = whole.replace(name, b"input_ids")  # the field that the client has sent
             kept = [header for header in headers if header[0] != b"content-length"]
             await Reply(response.status, kept, whole).send(call.send)
             return

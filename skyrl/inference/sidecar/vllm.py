@@ -94,7 +94,7 @@ class Vllm:
                 status, answer = await self._exchange(method, path, body)
         except TimeoutError:
             raise VllmAway(f"vLLM did not answer {path} within {timeout_s:g} s") from None
-        if status == 404 and _is_unknown_route(answer):
+        if status == 404 and b'"detail"' in answer and b"Not Found" in answer:
             raise NotOffered(f"{NO_DEV_MODE}: it has no {path}")
         return self._whole(status, answer)
 
@@ -190,10 +190,6 @@ def _message(answer: bytes) -> tuple[str, str | None]:
     if param is None and (found := _PLACE.search(message)):  # vLLM's checks of types name the place in the body
         param = found[1]
     return message, param.removeprefix("body.") if isinstance(param, str) else None
-
-
-def _is_unknown_route(answer: bytes) -> bool:
-    return b'"detail"' in answer and b"Not Found" in answer
 
 
 def _json(data: bytes) -> Any:

@@ -179,7 +179,7 @@ def read_sample(answer: Any, tokenizer: Tokenizer) -> tuple[Sample, str | None]:
         version = str(version)
     if not isinstance(text, str) or not (version is None or isinstance(version, str)):
         raise Unverified("text or weight_version")
-    if not isinstance(ids, list) or not all(_is_id(token) for token in ids):
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
         raise Unverified("output_ids")
     if meta.get("completion_tokens", len(ids)) != len(ids):
         raise Unverified("completion_tokens")  # a part of a sample: a stream of differences
@@ -196,10 +196,6 @@ def _finish(answer: Any) -> dict[str, Any]:
     if not isinstance(finish, dict):
         return {}
     return finish | {"type": "stop"} if finish.get("type") == STOP_TOKEN else finish
-
-
-def _is_id(token: object) -> bool:
-    return type(token) is int and 0 <= token < 2**31
 
 
 def _logprobs(entries: Any, ids: Sequence[int]) -> list[float]:
