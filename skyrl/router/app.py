@@ -154,7 +154,7 @@ class RouterApp:
             "uptime_s": round(time.monotonic() - self.started, 1),
             "policy": self.policy,
             "routable": self.pool.routable,
-            "waiting": self.proxy.waiting,
+            "waiting": self.proxy.slots.waiting,
             "counts": dict(self.counts),
             "workers": self.pool.counts(),
             "middleware": self.chain.stats(),

@@ -98,10 +98,6 @@ class Proxy:
         self._names_workers = names_workers
         self.counts = counts
 
-    @property
-    def waiting(self) -> int:
-        return self.slots.waiting
-
     def answer_headers(self, worker: Worker, status: int, headers: HeaderList) -> HeaderList:
         """The headers of a worker's answer that go on to the client."""
         return [*passed_on(status, headers), *self.name_of(worker)]

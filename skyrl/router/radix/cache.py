@@ -14,6 +14,7 @@ tokens nor bounds."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -238,7 +239,8 @@ class RadixCache:
             return None
         trajectory, position = best
         self._touch(trajectory)
-        return Cut(trajectory, trajectory.count_at(position), position)
+        count = trajectory.counts[bisect_left(trajectory.positions, position)]
+        return Cut(trajectory, count, position)
 
     def complete(self, text: str, cut: Cut | None) -> Prompt:
         """The tokens for `text` behind the cut that `find` gave. Slow for a long text. Any thread may call it: it

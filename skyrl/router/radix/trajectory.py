@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,11 +46,6 @@ class Tokens:
             self.ids.extend(ids[start : start + _PIECE])
         self.logprobs.frombytes(bytes(8 * len(ids)))
         self.mask += bytes(len(ids))
-
-    def add_sampled(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        self.ids.extend(ids)
-        self.logprobs.extend(logprobs)
-        self.mask += b"\1" * len(ids)
 
 
 @dataclass(frozen=True)
@@ -106,9 +100,6 @@ class Trajectory:
             count += cut.count
             cut = cut.trajectory.parent
         return count
-
-    def count_at(self, position: int) -> int:
-        return self.counts[bisect_left(self.positions, position)]
 
     def tokens(self, count: int | None = None) -> Tokens:
         """The tokens of the whole trajectory, or up to `count` own ones. Any thread may ask: they never change."""

@@ -77,8 +77,8 @@ class Model:
             one.alive = one.version in live
         if version not in live:
             return False
-        tokens = Tokens([*before.ids], [*before.logprobs], [*before.mask])
-        tokens.add_sampled(span.ids, span.logprobs)
+        mask = [*before.mask, *[1] * len(span.ids)]
+        tokens = Tokens([*before.ids, *span.ids], [*before.logprobs, *span.logprobs], mask)
         cuts = [(len(text) + characters, len(before.ids) + count) for characters, count in span.cuts]
         self.stored.append(Stored(text + span.text + span.tail, version, tokens, cuts))
         return True
