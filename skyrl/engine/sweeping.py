@@ -251,7 +251,6 @@ class FileSweeper:
             logger.warning("checkpoint %s could not be deleted; the server tries again later: %s", key, error)
 
     def _without_row(self, keys: set[str], saving: Collection[str]) -> set[str]:
-        """The keys that no checkpoint and no running save holds."""
         groups = {safe_name(model_id) for model_id in saving}
         kept = self._database.read(store_keys)
         return {key for key in keys - kept if key.partition("/")[0] not in groups}

@@ -366,7 +366,6 @@ class FromGroups:
         return self._empty_for(name, staged, needed)(shape, dtype=dtype)
 
     def _received(self, arriving: Iterator[torch.Tensor], staged: Staged, needed: Needed, name: str) -> torch.Tensor:
-        """The next tensor of the group, in main memory."""
         arrived = next(arriving)
         if self._device.type == "cpu":
             return arrived
