@@ -22,9 +22,8 @@ from benchmarks.models import make_deep
 from skyrl.base.config.loading import load_config
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.protocol import Datum, TrainingPass
-from skyrl.trainer.ranks.lora_backend import LoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend, rank_settings
 from skyrl.trainer.ranks.lora_rank import LoraRank
-from skyrl.trainer.ranks.over_ranks import rank_settings
 from tests.local_ranks import LocalRanks
 
 VOCABULARY = 512

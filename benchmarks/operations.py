@@ -33,8 +33,7 @@ from benchmarks.trainer_ways import PeftWay, SkyrlWay
 from skyrl.trainer import device
 from skyrl.trainer.attention import packed_attention
 from skyrl.trainer.model import base_model, packed_model
-from skyrl.trainer.passes import micro_batch
-from skyrl.trainer.ranks import lora_backend, sharded_model
+from skyrl.trainer.ranks import lora_backend, lora_rank, sharded_model
 
 _UNIFORM = Shape(1, 4, (0, 0), (32, 32))
 _GRPO = Shape(2, 8, (64, 64), (12, 24))
@@ -55,11 +54,11 @@ COUNTED = (*PHASES, "uploads", "waits")
 def as_on_cuda() -> Iterator[None]:
     """Inside, this process computes on the CPU with CUDA's dtypes, and takes CUDA's branches."""
     with ExitStack() as stack:
-        for module in (base_model, micro_batch, sharded_model, trainer_ways):
+        for module in (base_model, lora_rank, sharded_model, trainer_ways):
             stack.enter_context(patch.object(module, "base_dtype", lambda device: torch.bfloat16))
         stack.enter_context(patch.object(lora_backend, "SHARED_ROWS_ON_CPU", trainer_ways.BUDGET))
         stack.enter_context(patch.object(packed_attention, "wants_all_heads", lambda device: True))
-        stack.enter_context(patch.object(micro_batch, "groups_adapters", lambda device: True))
+        stack.enter_context(patch.object(lora_rank, "groups_adapters", lambda device: True))
         for module in (base_model, sharded_model):
             stack.enter_context(patch.object(module, "fuses_norms", lambda device: True))
         stack.enter_context(norms_as_on_cuda())

@@ -23,7 +23,8 @@ from starlette.datastructures import Headers
 
 from skyrl.api.signed_links import stored_secret
 from skyrl.base.wire.errors import InvalidToken, RequestError
-from skyrl.storage.db.keys import ALL_SCOPES, SCOPES, ApiKey, Keys
+from skyrl.storage.db.keys import ALL_SCOPES, SCOPES, ApiKey
+from skyrl.storage.db.row_caches import Keys
 
 _BEARER = "bearer "
 

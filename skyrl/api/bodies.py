@@ -12,14 +12,16 @@ import shutil
 from collections import Counter, deque
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import zstandard
 from starlette.requests import Request
 
-from skyrl.api.route import Bound
 from skyrl.base.wire.errors import NoSpace, RequestError
 from skyrl.runtime.processes.host_resources import SPARE_DISK_BYTES
+
+Bound = Literal["control", "sample", "training"]
+"""Which bound holds for the bytes of a body. Samples and training passes may be large, all other bodies are small."""
 
 INLINE_BYTES = 256 * 2**10
 """The most bytes, decompressed, of a body that is decompressed on the event loop. A larger body goes to a thread: on

@@ -13,9 +13,8 @@ from skyrl.api.access import Access, Tokens
 from skyrl.api.build_model import Shared, build_model
 from skyrl.api.metrics import ApiMetrics, ReadinessMetrics
 from skyrl.api.notices import NoticeHandler
-from skyrl.api.readiness import EngineWatch, ServerReadiness
 from skyrl.api.request_status.finding import StatusFinder
-from skyrl.api.served import Served, ServedModel, Tokenizers
+from skyrl.api.served import EngineWatch, Served, ServedModel, ServerReadiness, Tokenizers
 from skyrl.api.services import Services
 from skyrl.api.session_life import FullPlace, SessionLife
 from skyrl.api.signed_links import SignedUrls
@@ -35,7 +34,7 @@ from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.runtime.tracing import open_spans
 from skyrl.sampling.base_model import BaseModels
-from skyrl.sampling.order import Admission
+from skyrl.sampling.gate import Admission
 from skyrl.sampling.pictures import PictureChecks
 from skyrl.sampling.quota_account import Bounds, QuotaLimits
 from skyrl.sampling.quotas import Quotas
@@ -46,11 +45,11 @@ from skyrl.storage.db.agents import AgentSessions, AgentTurns
 from skyrl.storage.db.audit import Audit
 from skyrl.storage.db.checkpoints import Checkpoints, Copies
 from skyrl.storage.db.database import Database, postgres_conninfo
-from skyrl.storage.db.keys import Keys
 from skyrl.storage.db.models import Models
 from skyrl.storage.db.pictures import PictureFiles
 from skyrl.storage.db.processes import ApiProcesses, SampleClocks
 from skyrl.storage.db.retention import Retention
+from skyrl.storage.db.row_caches import Keys
 from skyrl.storage.db.run_steps import Curves
 from skyrl.storage.db.samplers import Samplers
 from skyrl.storage.db.session_search import SessionSearch
@@ -138,7 +137,7 @@ def build(runtime: Runtime, secrets: Secrets, features: Sequence[InferenceFeatur
         base.notifier.peers,
         base.futures,
         services.sampling,
-        forwards=all(model.lane.client is not None for model in services.served),
+        forwards=all(model.sampling.client is not None for model in services.served),
     )
     return ApiProcess(
         base=base,
@@ -182,12 +181,12 @@ def _services(base: Base, secrets: Secrets, features: Sequence[InferenceFeatures
     parts = zip(runtime.each, features, base.metrics.models, strict=True)
     built = [build_model(one, its, counted, shared) for one, its, counted in parts]
     served = Served(built, names)
-    lanes = BaseModels([model.lane for model in built], names)
+    sampled = BaseModels([model.sampling for model in built], names)
     sampling = SampleService(
         base.futures,
         samplers,
         sessions,
-        lanes,
+        sampled,
         engine=base.notifier.engine,
         quotas=quotas,
         metrics=base.metrics.refusals,
@@ -274,7 +273,9 @@ def _planner(
 
 def _base_of(model: ServedModel) -> OpenAIBase:
     config = model.config
-    return OpenAIBase(config.served_names, (config.base_model_path,), model.watch.limits, model.lane.loaded)
+    return OpenAIBase(
+        config.served_names, (config.base_model_path,), model.watch.limits, model.sampling.current_weights
+    )
 
 
 def _show_readiness(base: Base, served: Served) -> None:

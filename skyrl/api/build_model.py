@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from skyrl.api.metrics import ApiMetrics, ModelMetrics
-from skyrl.api.readiness import EngineWatch, ReadyReasons
-from skyrl.api.served import ServedModel
+from skyrl.api.served import EngineWatch, ReadyReasons, ServedModel
 from skyrl.base.config.server import ServerConfig, vision_of
 from skyrl.base.model_files import model_config, template_of, whole_config
 from skyrl.base.types.placed_server import PlacedServer
 from skyrl.chat.agents.rendering.loaded_models import has_system_role
-from skyrl.chat.openai.chat_templates import difference, efforts_of
-from skyrl.chat.openai.messages import ChatPictures
+from skyrl.chat.openai.messages import ChatPictures, difference, efforts_of
 from skyrl.chat.openai.service import OpenAIService
 from skyrl.http.client import HttpClient
 from skyrl.inference.adapter_host import AdapterHost, HostOfOtherServer, SharedDirectory, StoredAdapters
@@ -22,9 +20,8 @@ from skyrl.inference.features import InferenceFeatures
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.sampling.base_model import BaseModelSampling, ForwardedSamples
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.gate import SamplingGate
+from skyrl.sampling.gate import Admission, FairOrder, SamplingGate
 from skyrl.sampling.job import FeatureGuard
-from skyrl.sampling.order import Admission, FairOrder
 from skyrl.sampling.pictures import PictureChecks, PictureIngress
 from skyrl.sampling.quotas import Quotas
 from skyrl.sampling.servers import CurrentWeightsCheck, EngineEndpoint, FixedEndpoint
@@ -65,9 +62,9 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
     context = model_config(config.base_model_path).get("max_position_embeddings")
     watch = EngineWatch(read, config.modes, _servers(runtime, database), name, context)
     adapters = _adapters(config, watch, shared)
-    loaded = CurrentWeightsCheck(database, config.role.own) if config.full_finetuning else None
+    current_weights = CurrentWeightsCheck(database, config.role.own) if config.full_finetuning else None
     transport = HttpClient(config.forwarding_inference_max_connections)
-    client = _client(runtime, watch, adapters, transport, loaded, metrics, shared)
+    client = _client(runtime, watch, adapters, transport, current_weights, metrics, shared)
     sight = vision_of(config)
     gate = SamplingGate(
         shared.usage.count,
@@ -78,7 +75,7 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
         refusals=shared.metrics.refusals,
     )
     guard = FeatureGuard(features)
-    lane = BaseModelSampling(
+    sampling = BaseModelSampling(
         base_name=config.served_names[0],
         limits=watch.limits,
         client=client,
@@ -88,7 +85,7 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
             database, shared.checks, shared.files, sight, config.max_stored_image_bytes, shared.metrics.images
         ),
         forwarded=ForwardedSamples(client, shared.futures, shared.samplers, gate),
-        loaded=loaded,
+        current_weights=current_weights,
         places=_adapter_places(config),
         why_away=watch.why_away,
     )
@@ -107,7 +104,7 @@ def build_model(runtime: Runtime, features: InferenceFeatures, metrics: ModelMet
             efforts=efforts_of(template),
             renderer_note=difference(whole_config(config.base_model_path).get("model_type", ""), template),
         )
-    return ServedModel(runtime, lane, watch, ReadyReasons(config, watch, client), adapters, openai)
+    return ServedModel(runtime, sampling, watch, ReadyReasons(config, watch, client), adapters, openai)
 
 
 def _adapters(config: ServerConfig, watch: EngineWatch, shared: Shared) -> AdapterHost:
@@ -139,7 +136,7 @@ def _client(
     watch: EngineWatch,
     adapters: AdapterHost,
     transport: HttpClient,
-    loaded: CurrentWeightsCheck | None,
+    current_weights: CurrentWeightsCheck | None,
     metrics: ModelMetrics,
     shared: Shared,
 ) -> ForwardingClient | None:
@@ -157,7 +154,7 @@ def _client(
         deadline_s=config.forwarding_deadline_s,
         zero_fill_logprobs=config.forwarding_zero_fill_logprobs,
         replicas=_replicas(runtime, watch),
-        loaded=loaded,
+        current_weights=current_weights,
         shares_keys=config.routed or config.modes.shares_inference,
         metrics=metrics.adapters,
         pictures=shared.files,

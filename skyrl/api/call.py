@@ -1,17 +1,17 @@
-"""One HTTP request on its way through the hooks and its handler, and its answer.
+"""One HTTP request on its way through the hooks and its handler: the declared route that it takes, and its answer.
 
-An answer is bytes at once (`BytesResponse`; `reply` encodes JSON with msgspec), or server-sent events (`EventStream`).
-`IncomingRequest` is Starlette's, with headers that are found in a dictionary: a sample's two requests look up eleven
-headers, and Starlette searches all that the client has sent each time."""
+`Routes` collects the declarations; the HTTP table, the OpenAPI document and the tests read them. An answer is bytes at
+once (`BytesResponse`; `reply` encodes JSON with msgspec), or any other response of Starlette. `IncomingRequest` is
+Starlette's, with headers that are found in a dictionary: a sample's two requests look up eleven headers, and Starlette
+searches all that the client has sent each time. Does not know what a handler does."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from functools import cached_property, lru_cache
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import msgspec
 from starlette.datastructures import Headers
@@ -20,11 +20,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from skyrl.api.access import Caller
-from skyrl.api.bodies import LargeBody
-from skyrl.api.route import Route
-from skyrl.base.wire.errors import RequestError
-from skyrl.chat.openai.service import ClientGone, InFlight
-from skyrl.runtime.processes.logs import about_request
+from skyrl.api.bodies import Bound, LargeBody
+from skyrl.base.wire.decoding import decode_json
+from skyrl.storage.db import keys
 
 T = TypeVar("T")
 
@@ -98,6 +96,74 @@ def strings(metadata: dict[str, Any] | None) -> dict[str, str] | None:
 def timestamp(seconds: float) -> str:
     """Seconds since the epoch as RFC 3339 in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+RouteScope = Literal[keys.Scope, "agent", "any", "open", "signed"]
+"""What a route requires: a key with that scope; `agent`: the key of an agent session, or one with the scope `sample`;
+`any`: any accepted key, but an agent session's; `open`: nothing; `signed`: a link that this server has signed."""
+KEYLESS: frozenset[RouteScope] = frozenset({"open", "signed"})
+ROUTE_SCOPES: tuple[str, ...] = get_args(RouteScope)
+
+Struct = type[msgspec.Struct]
+
+
+@dataclass(frozen=True)
+class Body:
+    """A route's body. The OpenAPI document shows `schema`. The handler gets the body as `read_as` if given, else as
+    `schema`; `read_as=bytes` is for a handler that decodes the body itself."""
+
+    schema: Struct
+    read_as: type[Any] | None = None
+    optional: bool = False
+    """A request without a body counts as one with the body `{}`."""
+    protobuf: bool = False
+    """The route also takes the same message as protobuf."""
+    bound: Bound = "control"
+
+    @property
+    def handler_type(self) -> type[Any]:
+        """The type that the handler gets."""
+        return self.read_as or self.schema
+
+    def decoded(self, content: bytes) -> Any:
+        """The body as `handler_type`. Raises RequestError for a body that does not fit."""
+        if self.read_as is bytes:
+            return content
+        return decode_json(self.handler_type, content or b"{}" if self.optional else content)
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """One method of one path. `handler` takes a `Call`, the decoded body if the route has one, and the parameters."""
+
+    method: str
+    template: str
+    """As FastAPI reads it: the path from the root, with parameters in braces. `{name:path}` matches slashes, too."""
+    scope: RouteScope
+    body: Body | None
+    handler: Callable[..., Awaitable[Response]]
+    parameters: tuple[str, ...]
+    """Names of the parameters that FastAPI reads from path and query."""
+
+    def run(self, call: Call, **parameters: Any) -> Awaitable[Response]:
+        """Raises what the handler raises, and RequestError for a body that does not fit."""
+        if self.body is None:
+            return self.handler(call, **parameters)
+        return self.handler(call, self.body.decoded(call.body), **parameters)
+
+    @cached_property
+    def path(self) -> str:
+        """From the root, with parameters in braces."""
+        return self.template.replace(":path}", "}")
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the HTTP table calls it without FastAPI: nothing is to be read from path and query."""
+        return "{" not in self.template and not self.parameters
+
+    @property
+    def keyless(self) -> bool:
+        return self.scope in KEYLESS
 
 
 class BufferedRequest(Protocol):
@@ -234,87 +300,3 @@ class Hook(Protocol):
         """Called once for each request, even if an earlier hook refused it: before the head of the answer is sent, or,
         with `call.status` None, after the client went away without an answer."""
         ...
-
-
-logger = logging.getLogger(__name__)
-
-
-async def gone(receive: Receive) -> None:
-    """Returns when the client has closed its connection. The request's body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class EventStream(Response):
-    """If the stream fails after its first event, it ends with what `failed` makes of the error. If the client reads too
-    slowly, the stream ends at its deadline (in the event loop's time), and with it all that it holds."""
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        first: bytes,
-        events: AsyncGenerator[bytes, None],
-        failed: Callable[[RequestError], bytes],
-        in_flight: InFlight,
-        request_id: str,
-        deadline: float,
-    ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._first = first
-        self._events = events
-        self._failed = failed
-        self._in_flight = in_flight
-        self._request_id = request_id
-        self._deadline = deadline
-
-    @classmethod
-    async def begin(
-        cls,
-        events: AsyncGenerator[bytes, None],
-        failed: Callable[[RequestError], bytes],
-        in_flight: InFlight,
-        request: Request,
-        request_id: str,
-        deadline_s: float,
-    ) -> EventStream:
-        """Wait for the first of the framed events. After it the stream may last `deadline_s`. Raises what the events
-        raise before it."""
-
-        async def first() -> bytes:
-            return await anext(events)
-
-        try:
-            begun = await in_flight.run(first(), gone(request.receive))
-            deadline = asyncio.get_running_loop().time() + deadline_s
-            return cls(begun, events, failed, in_flight, request_id, deadline)
-        except BaseException:
-            await events.aclose()
-            raise
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            try:
-                await self._in_flight.run(self._send_events(send), gone(receive))
-                last = b""
-            except ClientGone:
-                return
-            except TimeoutError:  # nothing more can be sent: what was sent before waits to be read
-                logger.warning("a client did not read its stream in time", extra=about_request(self._request_id))
-                return
-            except RequestError as error:
-                last = self._failed(error)
-            except Exception as error:  # the answer has begun: the log has the error, and the stream its class
-                logger.exception("a stream failed", extra=about_request(self._request_id))
-                last = self._failed(RequestError(f"internal error: {type(error).__name__}", status=500))
-            await send({"type": "http.response.body", "body": last})
-        finally:
-            await self._events.aclose()
-
-    async def _send_events(self, send: Send) -> None:
-        async with asyncio.timeout_at(self._deadline):
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for framed in self._events:
-                await send({"type": "http.response.body", "body": framed, "more_body": True})

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Iterable, MutableMapping
 from typing import Any, NoReturn
 
-from skyrl.api.app import HttpTable
 from skyrl.api.bodies import SMALL_BYTES
 from skyrl.api.call import IncomingHeaders
+from skyrl.api.table import HttpTable
 from skyrl.http.server import BufferedRequests, whole_answer
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ from starlette.exceptions import HTTPException
 
 from skyrl.api.access import Access, is_token, offered_key
 from skyrl.api.call import BytesResponse, Call, reply
-from skyrl.api.routes.chats import is_anthropic, is_openai
 from skyrl.api.routing import API
 from skyrl.base.wire.errors import OverQuota, RequestError
 from skyrl.chat.dialects import messages
@@ -29,6 +28,20 @@ from skyrl.storage.checkpoint_store.base import NotStored, StoreError
 from skyrl.storage.db.faults import DatabaseError, column_with_nul, is_transient, reason
 
 logger = logging.getLogger(__name__)
+
+MESSAGES = "/v1/messages"
+"""Anthropic's route."""
+
+
+def is_openai(path: str) -> bool:
+    """Whether a path is under the prefixes of these routes: then errors have OpenAI's shape."""
+    return path.startswith(("/oai/", "/v1/", "/inference/"))
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether errors of a path have Anthropic's shape."""
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+
 
 _MANAGED = re.compile(r"tml-[0-9a-f]{12}(?=-)")
 _SHOWN_CHARACTERS = 8

@@ -10,8 +10,7 @@ from fastapi import FastAPI, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl.api.call import Call
-from skyrl.api.route import ROUTE_SCOPES, Body, Route, RouteScope, Struct
+from skyrl.api.call import ROUTE_SCOPES, Body, Call, Route, RouteScope, Struct
 
 API = "/api/v1"
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response]])
@@ -64,7 +63,7 @@ class Routes:
         def declare(handler: Handler) -> Handler:
             parameters = _parameters(handler, f"{method} {full_path}", declared_body)
             names = tuple(parameter.name for parameter in parameters)
-            route = Route(method, full_path, scope, declared_body, _with_body(handler, declared_body), names)
+            route = Route(method, full_path, scope, declared_body, handler, names)
             self.declared.append(route)
             self._endpoints.append(_endpoint(route, handler, parameters))
             return handler
@@ -79,17 +78,6 @@ def _parameters(handler: Callable[..., Any], name: str, body: Body | None) -> li
     if [parameter.annotation for parameter in parameters[: len(expected)]] != expected:
         raise TypeError(f"{name}: its handler must begin with ({', '.join(kind.__name__ for kind in expected)})")
     return parameters[len(expected) :]
-
-
-def _with_body(handler: Callable[..., Awaitable[Response]], body: Body | None) -> Callable[..., Awaitable[Response]]:
-    """A function of a call and the parameters of path and query: it decodes the body for the handler."""
-    if body is None:
-        return handler
-
-    def run(call: Call, **parameters: Any) -> Awaitable[Response]:
-        return handler(call, body.decoded(call.body), **parameters)
-
-    return run
 
 
 def _endpoint(

@@ -18,7 +18,7 @@ import uvloop
 from skyrl.api.app import create_app
 from skyrl.api.build import ApiProcess, Secrets, build
 from skyrl.api.direct_http import protocol_with
-from skyrl.api.readiness import POLL_S
+from skyrl.api.served import POLL_S
 from skyrl.api.services import Services
 from skyrl.http.server import Server, tune_garbage_collection
 from skyrl.inference.features import inference_features
@@ -99,7 +99,7 @@ def _repeated_work(process: ApiProcess) -> list[tuple[str, float, Callable[[], A
 
 
 async def _agree_on_order(process: ApiProcess) -> None:
-    orders = {model.config.role.state_keys[0]: model.lane.gate.order for model in process.services.served}
+    orders = {model.config.role.state_keys[0]: model.sampling.gate.order for model in process.services.served}
     used = {name: order for name, order in orders.items() if order is not None}
     if used and not process.base.database.is_sqlite:
         others = await process.clocks.exchange({name: order.now for name, order in used.items()})
@@ -176,8 +176,8 @@ async def close(process: ApiProcess) -> None:
     await services.sampling.drain(0)
     await base.notifier.close()
     for model in services.served:
-        if model.lane.client is not None:
-            await model.lane.client.close()
+        if model.sampling.client is not None:
+            await model.sampling.client.close()
     await services.picture_checks.close()
     for writer in {base.recorder, base.writer}:
         await writer.close()

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from skyrl.api.access import Access, Tokens
 from skyrl.api.metrics import ApiMetrics
-from skyrl.api.readiness import ServerReadiness
 from skyrl.api.request_status.finding import StatusFinder
-from skyrl.api.served import Served, Tokenizers
+from skyrl.api.served import Served, ServerReadiness, Tokenizers
 from skyrl.api.session_life import FullPlace, SessionLife
 from skyrl.api.signed_links import SignedUrls
 from skyrl.api.timeline import Traces

@@ -2,8 +2,7 @@
 lives.
 
 `ActivityWatch` looks at the scheduler every few seconds. It reads the scheduler and the inference servers' states, and
-changes nothing. `RunTimes` keeps how long commands run (means by kind), from which the engine estimates when a waiting
-command starts. `skyrl.server.request_status` puts the activity into words.
+changes nothing. `skyrl.api.request_status` puts the activity into words.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from skyrl.base.types.activity import (
     MAX_MODELS,
@@ -22,8 +21,7 @@ from skyrl.base.types.activity import (
     WaitsFor,
     encode_activity,
 )
-from skyrl.base.types.requests import Command, Kind
-from skyrl.engine.metrics import CommandMetrics
+from skyrl.engine.metrics import CommandMetrics, RunTimes
 from skyrl.engine.queues import ModelView
 from skyrl.engine.scheduler import Scheduler
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
@@ -149,51 +147,6 @@ class ActivityWatch:
         if view.head is not None:
             return WaitsFor.TURN
         return WaitsFor.QUOTA if view.missing is None else WaitsFor.GAP
-
-
-MEAN_WEIGHT = 1 / 8
-"""The weight of the newest run in a mean. The first run is the mean of one run."""
-
-
-class RunTimes:
-    """The mean seconds of one command of each kind and, for passes, of one byte of their bodies. Threads may share one
-    object. The means are forgotten with the process."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[Kind, float] = {}
-        self._pass_byte_s: float | None = None
-        self._lock = threading.Lock()
-
-    def ran(self, commands: Sequence[Command], seconds: float) -> None:
-        """These commands have run together, for `seconds`. They are passes, or one other command."""
-        size = sum(command.size for command in commands)
-        with self._lock:
-            for command in commands:
-                part = command.size / size if size else 1 / len(commands)
-                self._seconds[command.kind] = _mean(self._seconds.get(command.kind), seconds * part)
-            if commands and commands[0].is_pass and size:
-                self._pass_byte_s = _mean(self._pass_byte_s, seconds / size)
-
-    def estimate(self, command: Command) -> float | None:
-        """The expected run time in seconds; None while no command of this kind has run."""
-        if command.is_pass:
-            return None if self._pass_byte_s is None else command.size * self._pass_byte_s
-        return self._seconds.get(command.kind)
-
-    def total(self, commands: Sequence[Command]) -> float | None:
-        """The expected run time of all these commands; None if one of them has no estimate."""
-        estimates = [self.estimate(command) for command in commands]
-        known = [estimate for estimate in estimates if estimate is not None]
-        return sum(known) if len(known) == len(estimates) else None
-
-    def means(self) -> dict[str, float]:
-        """The mean seconds of a command, by kind."""
-        with self._lock:
-            return {str(kind): seconds for kind, seconds in self._seconds.items()}
-
-
-def _mean(before: float | None, newest: float) -> float:
-    return newest if before is None else before + MEAN_WEIGHT * (newest - before)
 
 
 HEARTBEAT_S = 3.0

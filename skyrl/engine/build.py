@@ -5,28 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skyrl.base.config.server import ServerConfig, vision_of
-from skyrl.engine.activity import ActivityWatch, Holds, RunTimes
-from skyrl.engine.colocated_sampling import ColocatedSampler, SampleTurns
-from skyrl.engine.command_log import CommandLog, Gaps
+from skyrl.engine.activity import ActivityWatch, Holds
+from skyrl.engine.colocated_sampling import ColocatedSampler
+from skyrl.engine.command_log import CommandLog, Gaps, Settlement
 from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.exclusive_commands import ExclusiveCommands
-from skyrl.engine.execution import Execution
-from skyrl.engine.loop import Engine, FileCommands
-from skyrl.engine.metrics import EngineMetrics
+from skyrl.engine.execution import Execution, PassPictures
+from skyrl.engine.loop import Engine, FileCommands, SampleTurns
+from skyrl.engine.metrics import EngineMetrics, RunTimes
 from skyrl.engine.model_ends import ModelEnds
-from skyrl.engine.passes import PassPictures
 from skyrl.engine.publishing import WeightPublisher
 from skyrl.engine.recovery import Recovery
 from skyrl.engine.restoring import Restoring
 from skyrl.engine.scheduler import FILES_AT_ONCE, Scheduler
-from skyrl.engine.settlement import Settlement
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.sweeping import FileSweeper, Sweep
 from skyrl.engine.telemetry import CommandTracing
 from skyrl.engine.threads import EngineSignals, EngineThreads
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.storage.checkpoint_store.base import CheckpointStore
-from skyrl.storage.db.claims import FencedDatabase
+from skyrl.storage.db.database import FencedDatabase
 from skyrl.storage.doorbell import Doorbell
 from skyrl.trainer.protocol import Backend
 

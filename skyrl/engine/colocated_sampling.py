@@ -1,7 +1,7 @@
 """Colocated sampling: the waiting samples run together after each turn of training.
 
-Samples are commands only where trainer and sampler share a device (`Modes.forwards` is false). `SampleTurns` knows the
-scheduler and the rows, `ColocatedSampler` runs the samples.
+Samples are commands only where trainer and sampler share a device (`Modes.forwards` is false). Knows neither the
+scheduler nor the rows: `SampleTurns` in the loop does.
 """
 
 from __future__ import annotations
@@ -21,17 +21,14 @@ from skyrl.base.types.requests import Command
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.sample_request import SampleRequest
-from skyrl.engine.scheduler import Scheduler
-from skyrl.engine.settlement import Settlement, failed
+from skyrl.engine.command_log import failed
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.vllm_client import VllmError
 from skyrl.sampling.base_model import job_for
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.gate import SamplingGate
 from skyrl.sampling.metrics import SampleMetrics
-from skyrl.sampling.pictures import is_text, place_stored
-from skyrl.storage.db import commands as rows
-from skyrl.storage.db import usage
+from skyrl.sampling.pictures import place_stored
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.samplers import find_sampler
@@ -157,7 +154,7 @@ class ColocatedSampler:
                 raise FailedRequest("sampling_session_id: the sampling session was closed")
             request = decode_json(SampleRequest, body)
             pictures = None
-            if not is_text(request.prompt):
+            if not request.prompt.is_text:
                 pictures = await place_stored(request, self._database, self._sight, command.tenant)
             job = job_for(request, command.request_id, sampler, self._limits, self._base_name, pictures=pictures)
             async with gate.turn(None, job, sampler) as turn:
@@ -168,47 +165,3 @@ class ColocatedSampler:
 
     async def close(self) -> None:
         await self._client.close()
-
-
-class SampleTurns:
-    """`sampler` is None where API processes forward samples. There, sample commands from an earlier colocated run of
-    the server fail."""
-
-    def __init__(
-        self, database: Database, scheduler: Scheduler, settlement: Settlement, sampler: ColocatedSampler | None
-    ) -> None:
-        self._database = database
-        self._scheduler = scheduler
-        self._settlement = settlement
-        self._sampler = sampler
-
-    def hold_or_release(self) -> None:
-        """Samples wait while the sampler cannot run them."""
-        self._scheduler.hold_samples(self._sampler is not None and not self._sampler.may_run)
-
-    async def run(self) -> None:
-        """Run and settle the waiting samples."""
-        commands = self._scheduler.take_samples()
-        if not commands:
-            return
-        if self._sampler is None:
-            await self._fail(commands)
-        else:
-            await self._sample(commands, self._sampler)
-
-    async def _fail(self, commands: Sequence[Command]) -> None:
-        message = "this server now forwards samples to its inference server; send the sample again"
-        outcome = Outcome(error=message, error_category=ErrorCategory.SERVER)
-        await asyncio.to_thread(self._settlement.end, [(command, outcome) for command in commands])
-        self._scheduler.finish(commands)
-
-    async def _sample(self, commands: Sequence[Command], sampler: ColocatedSampler) -> None:
-        ids = [command.request_id for command in commands]  # some may have been cancelled: then they have no body
-        bodies = await self._database.read_async(lambda c: rows.bodies(c, ids, pending=True))
-        sampled = await sampler.run(commands, bodies)
-        by_id = {command.request_id: command for command in commands}
-        ended = [(by_id[request_id], outcome) for request_id, outcome in sampled.outcomes]
-        await asyncio.to_thread(self._settlement.end, ended, lambda c: usage.add(c, sampled.used))
-        self._scheduler.finish(commands)
-        for command in sampled.postponed:
-            self._scheduler.add(command)

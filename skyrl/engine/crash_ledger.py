@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from skyrl.runtime.processes.startup import read_running_file
-from skyrl.storage.db.claims import Displaced
+from skyrl.storage.db.database import Displaced
 from skyrl.storage.db.faults import OPERATIONAL_ERRORS
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,9 @@
 """How a command runs: on which thread, and from its body to its stored outcome.
 
 All steps of a command run on one thread: read the body, run, write the outcome, ring the API. For a small command, a
-switch to another thread would cost more than the read or the write. Does not decide which command is next.
+switch to another thread would cost more than the read or the write. Passes run in batches: their pictures are read from
+the database, each body is decoded and checked, and the valid passes run together. Does not decide which command is
+next.
 """
 
 from __future__ import annotations
@@ -9,29 +11,138 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from skyrl.base.pictures.places import place
+from skyrl.base.pictures.vision import NoVision, VisionConfig
 from skyrl.base.types.requests import FILE_COMMANDS, SAVES, Command, Kind
-from skyrl.base.wire.results import encode_json
-from skyrl.engine.activity import RunTimes
+from skyrl.base.wire.errors import FailedRequest, RequestError
+from skyrl.base.wire.results import encode_forward_backward, encode_json
+from skyrl.base.wire.sample_request import LOCATION
+from skyrl.base.wire.training import ForwardBackward, decode_forward_backward
+from skyrl.engine.command_log import Settlement, failed, fails_model
 from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.exclusive_commands import ExclusiveCommands
-from skyrl.engine.metrics import EngineMetrics, phase_of
+from skyrl.engine.metrics import EngineMetrics, RunTimes, phase_of
 from skyrl.engine.model_ends import ModelEnds
-from skyrl.engine.passes import PassPictures, run_passes
 from skyrl.engine.publishing import WeightPublisher
 from skyrl.engine.scheduler import Scheduler
-from skyrl.engine.settlement import Settlement, failed, fails_model
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.telemetry import CommandTracing
 from skyrl.engine.threads import EngineThreads
 from skyrl.storage.db import commands as rows
+from skyrl.storage.db import pictures as picture_rows
 from skyrl.storage.db import run_steps, usage
-from skyrl.storage.db.claims import Displaced, FencedDatabase
-from skyrl.storage.db.database import Change, Connection
+from skyrl.storage.db.database import Change, Connection, Database, Displaced, FencedDatabase
 from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.futures import Outcome
-from skyrl.trainer.protocol import Backend
+from skyrl.storage.db.pictures import PictureFiles
+from skyrl.storage.db.run_steps import StepSums
+from skyrl.trainer.protocol import Backend, Datum, PassResult, TrainingPass
+
+GAP = "kl:mean"
+"""The metric of a pass that compares its logprobs with the sampler's."""
+
+
+@dataclass(frozen=True)
+class PassOutcomes:
+    """One outcome per command, in order. `tokens`: by model id, the number of tokens in passes that succeeded. `gaps`:
+    for each of them with logprobs of the sampler, the mean of sampler's minus trainer's logprobs in nats. `trained`: by
+    model id, the sums over the forward_backward passes that succeeded."""
+
+    outcomes: list[tuple[Command, Outcome]]
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    gaps: Sequence[float] = ()
+    trained: Mapping[str, StepSums] = field(default_factory=dict)
+
+
+def decode_pass(command: Command, body: bytes, backend: Backend, pictures: PassPictures) -> TrainingPass:
+    """The command's pass, checked. Raises RequestError or InvalidRequest, naming field and datum, and FailedRequest."""
+    assert command.model_id is not None  # checked by the API; the model_id in the body is ignored
+    forward_only = command.kind is Kind.FORWARD
+    decoded = decode_forward_backward(body, command.body_format, forward_only=forward_only)
+    data, files = pictures.data_of(decoded, command.tenant)
+    training_pass = TrainingPass(
+        model_id=command.model_id,
+        data=data,
+        loss_fn=decoded.loss_fn,
+        loss_config=decoded.loss_config,
+        backward=not decoded.forward_only,
+        files=files,
+    )
+    backend.check(training_pass)
+    return training_pass
+
+
+def run_passes(
+    commands: Sequence[Command], bodies: dict[str, bytes], backend: Backend, pictures: PassPictures
+) -> PassOutcomes:
+    """Run passes on the backend thread. An invalid pass fails alone; the other passes run.
+
+    Raises BackendLost: then no outcome is known, and the engine must end.
+    """
+    outcomes: dict[str, Outcome] = {}
+    tokens: Counter[str] = Counter()
+    gaps: list[float] = []
+    trained: dict[str, StepSums] = {}
+    runnable: list[tuple[Command, TrainingPass]] = []
+    for command in commands:
+        try:
+            runnable.append((command, decode_pass(command, bodies[command.request_id], backend, pictures)))
+        except Exception as error:  # the client gets it, or the log
+            outcomes[command.request_id] = failed(error, command)
+    results: Sequence[PassResult | Exception]
+    try:
+        results = backend.run([training_pass for _, training_pass in runnable]) if runnable else []
+    except Exception as error:  # each pass gets it
+        results = [error] * len(runnable)
+    for (command, training_pass), result in zip(runnable, results, strict=True):
+        if isinstance(result, Exception):
+            outcomes[command.request_id] = failed(result, command)
+        else:
+            encoded = encode_forward_backward(result.logprobs, result.metrics)
+            outcomes[command.request_id] = Outcome(encoded, "proto:forward_backward")
+            size = sum(len(datum.tokens) for datum in training_pass.data)
+            tokens[training_pass.model_id] += size
+            if GAP in result.metrics:
+                gaps.append(result.metrics[GAP])
+            if training_pass.backward:
+                sums = StepSums.of_pass(size, result.metrics)
+                before = trained.get(training_pass.model_id)
+                trained[training_pass.model_id] = sums if before is None else before + sums
+    return PassOutcomes([(command, outcomes[command.request_id]) for command in commands], tokens, gaps, trained)
+
+
+class PassPictures:
+    """`sight`: how the base model sees."""
+
+    def __init__(self, database: Database, sight: VisionConfig | NoVision) -> None:
+        self._database = database
+        self._files = PictureFiles(database)
+        self._sight = sight
+
+    def data_of(self, decoded: ForwardBackward, tenant: str) -> tuple[list[Datum], dict[str, bytes]]:
+        """The data of a pass, and by digest the files of their pictures. Raises RequestError naming the chunk, and
+        FailedRequest if a file is not stored any more. Reads nothing for a pass of text alone."""
+        images = [image for of_datum in decoded.images for image in of_datum]
+        if not images:
+            pairs = zip(decoded.tokens, decoded.loss_inputs, strict=True)
+            return [Datum(tokens, inputs) for tokens, inputs in pairs], {}
+        if isinstance(self._sight, NoVision):
+            raise RequestError(f"is an image, and the base model takes text only: {self._sight}", field=images[0].name)
+        named = {image.location.removeprefix(LOCATION) for image in images}
+        known = self._database.read(lambda c: picture_rows.find(c, tenant, named))
+        data: list[Datum] = []
+        for text, of_datum, inputs in zip(decoded.tokens, decoded.images, decoded.loss_inputs, strict=True):
+            tokens, pictures = place(text, of_datum, known, self._sight) if of_datum else (text, ())
+            data.append(Datum(tokens, inputs, pictures))
+        files = self._files.read(tenant, known)
+        if len(files) < len(known):
+            raise FailedRequest("an image of this request is not stored any more")
+        return data, files
+
 
 logger = logging.getLogger(__name__)
 

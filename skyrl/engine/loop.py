@@ -5,10 +5,11 @@ functions that a pass goes through, from top to bottom:
 
     Engine.run            read the command log, begin a turn
     Execution.run_passes  on the backend thread: read the bodies, then
-    passes.run_passes     decode and check each body
+    run_passes            decode and check each body
     Backend.run           forward, backward
     Settlement.settle     write the outcomes, ring the API
 
+`SampleTurns` runs the samples that wait after each turn, where trainer and sampler share a device.
 `FileCommands` runs saves and loads on file threads while other models train: an RL loop samples from the adapter that
 it has just saved, so its save does not wait for a turn of training to end. For the same reason `FileCommands` reads new
 commands while a turn runs.
@@ -22,8 +23,10 @@ import logging
 import time
 from collections.abc import Sequence
 
-from skyrl.engine.colocated_sampling import SampleTurns
-from skyrl.engine.command_log import CommandLog
+from skyrl.base.types.requests import Command
+from skyrl.base.wire.errors import ErrorCategory
+from skyrl.engine.colocated_sampling import ColocatedSampler
+from skyrl.engine.command_log import CommandLog, Settlement
 from skyrl.engine.execution import Execution
 from skyrl.engine.metrics import EngineMetrics
 from skyrl.engine.model_ends import ModelEnds
@@ -31,7 +34,11 @@ from skyrl.engine.scheduler import Scheduler, cost_of
 from skyrl.engine.sweeping import Sweep
 from skyrl.engine.threads import EngineSignals, EngineThreads
 from skyrl.runtime.processes.host_resources import trim
+from skyrl.storage.db import commands as rows
+from skyrl.storage.db import usage
+from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import DatabaseError
+from skyrl.storage.db.futures import Outcome
 from skyrl.storage.doorbell import SESSIONS
 
 SAFETY_POLL_S = 2.0
@@ -221,3 +228,47 @@ class FileCommands:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._signals.fail(error)
         self._signals.wake()
+
+
+class SampleTurns:
+    """`sampler` is None where API processes forward samples. There, sample commands from an earlier colocated run of
+    the server fail."""
+
+    def __init__(
+        self, database: Database, scheduler: Scheduler, settlement: Settlement, sampler: ColocatedSampler | None
+    ) -> None:
+        self._database = database
+        self._scheduler = scheduler
+        self._settlement = settlement
+        self._sampler = sampler
+
+    def hold_or_release(self) -> None:
+        """Samples wait while the sampler cannot run them."""
+        self._scheduler.hold_samples(self._sampler is not None and not self._sampler.may_run)
+
+    async def run(self) -> None:
+        """Run and settle the waiting samples."""
+        commands = self._scheduler.take_samples()
+        if not commands:
+            return
+        if self._sampler is None:
+            await self._fail(commands)
+        else:
+            await self._sample(commands, self._sampler)
+
+    async def _fail(self, commands: Sequence[Command]) -> None:
+        message = "this server now forwards samples to its inference server; send the sample again"
+        outcome = Outcome(error=message, error_category=ErrorCategory.SERVER)
+        await asyncio.to_thread(self._settlement.end, [(command, outcome) for command in commands])
+        self._scheduler.finish(commands)
+
+    async def _sample(self, commands: Sequence[Command], sampler: ColocatedSampler) -> None:
+        ids = [command.request_id for command in commands]  # some may have been cancelled: then they have no body
+        bodies = await self._database.read_async(lambda c: rows.bodies(c, ids, pending=True))
+        sampled = await sampler.run(commands, bodies)
+        by_id = {command.request_id: command for command in commands}
+        ended = [(by_id[request_id], outcome) for request_id, outcome in sampled.outcomes]
+        await asyncio.to_thread(self._settlement.end, ended, lambda c: usage.add(c, sampled.used))
+        self._scheduler.finish(commands)
+        for command in sampled.postponed:
+            self._scheduler.add(command)

@@ -50,14 +50,13 @@ from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.checkpoints import store_key_of
-from skyrl.storage.db.claims import Displaced, Fence, FencedDatabase
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.database import Database, Displaced, Fence, FencedDatabase, RetryingDatabase
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.engine_state import read_state
 from skyrl.storage.db.faults import outage
 from skyrl.storage.db.pictures import PictureFiles
 from skyrl.storage.db.processes import follow_servers
-from skyrl.storage.db.repeats import RetryingDatabase, repeat
+from skyrl.storage.db.repeats import repeat
 from skyrl.storage.doorbell import SERVERS, Doorbell, DoorbellListener
 from skyrl.trainer import create_backend
 from skyrl.trainer.protocol import Backend, DeviceFault, ModelLimits

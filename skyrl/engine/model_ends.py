@@ -20,8 +20,7 @@ from skyrl.base.config.base_models import BaseModelSlot
 from skyrl.base.types.requests import ENGINE_KINDS, Command, Kind
 from skyrl.base.types.weights import Scope
 from skyrl.base.wire.errors import FailedRequest
-from skyrl.engine.command_log import CommandLog
-from skyrl.engine.settlement import Settlement
+from skyrl.engine.command_log import CommandLog, Settlement
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineThreads
 from skyrl.storage.db import commands as rows

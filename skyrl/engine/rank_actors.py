@@ -333,7 +333,7 @@ def start_ranks(config: ServerConfig, publish: Callable[[str], None]) -> RankAct
 
     Raises RankDied when a rank does not start.
     """
-    from skyrl.trainer.ranks.over_ranks import rank_settings
+    from skyrl.trainer.ranks.lora_backend import rank_settings
 
     def say(missing: str) -> None:
         text = f"waiting for the trainer's ranks: {missing}" if missing else LOADING

@@ -19,19 +19,17 @@ from skyrl.base.config.base_models import BaseModelSlot
 from skyrl.base.types.activity import WaitsFor
 from skyrl.base.types.requests import ENGINE_KINDS, Command
 from skyrl.engine.activity import Holds
-from skyrl.engine.command_log import CommandLog
+from skyrl.engine.command_log import CommandLog, Settlement
 from skyrl.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
 from skyrl.engine.model_ends import ModelEnds, fail_foreign
 from skyrl.engine.restoring import Closed, Restoring, Stopped
 from skyrl.engine.scheduler import Scheduler
-from skyrl.engine.settlement import Settlement
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineSignals, EngineThreads
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
 from skyrl.storage.db import commands as rows
 from skyrl.storage.db import models as model_rows
-from skyrl.storage.db.claims import Displaced
-from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.db.database import Connection, Database, Displaced
 from skyrl.storage.db.faults import is_transient
 from skyrl.storage.db.models import ModelRecord
 from skyrl.trainer.protocol import Backend, OutOfMemory

@@ -26,7 +26,7 @@ from skyrl.base.wire.requests import LoadWeightsCommand
 from skyrl.engine.activity import Holds
 from skyrl.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
 from skyrl.engine.exclusive_commands import adam_params
-from skyrl.engine.passes import PassPictures, decode_pass
+from skyrl.engine.execution import PassPictures, decode_pass
 from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.telemetry import CommandTracing

@@ -23,8 +23,7 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.requests import SAVES, Kind
 from skyrl.storage.checkpoint_store.directories import atomic_directory, link_tree, remove, safe_name
 from skyrl.storage.db import models as model_rows
-from skyrl.storage.db.claims import Displaced
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.database import Database, Displaced
 from skyrl.trainer.protocol import Backend
 
 logger = logging.getLogger(__name__)

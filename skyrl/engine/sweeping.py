@@ -38,8 +38,7 @@ from skyrl.storage.checkpoint_store.directories import id_of, is_scratch, old_sc
 from skyrl.storage.checkpoint_store.versions import model_of, version_at, version_directory, version_in, version_key
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.checkpoints import pop_expired, store_keys
-from skyrl.storage.db.claims import Displaced
-from skyrl.storage.db.database import MAX_NAMED, Connection, Database
+from skyrl.storage.db.database import MAX_NAMED, Connection, Database, Displaced
 from skyrl.storage.db.models import closed_among
 from skyrl.storage.db.repeats import repeat
 from skyrl.storage.db.scopes import models_in_scope

@@ -204,9 +204,22 @@ class AnswerStream:
     def content_type(self) -> str:
         return content_type_of(self.headers)
 
-    def send_body(self, body: AsyncIterator[bytes], *, chunked: bool) -> None:
-        """Send the request's body as it comes, while the answer is awaited."""
-        self._sending = asyncio.create_task(self._send(body, chunked))
+    async def ask(
+        self, request: bytes, body: bytes | AsyncIterator[bytes], length: int | None, *, without_body: bool
+    ) -> None:
+        """Send a request, and wait for `status` and `headers` of its answer. `request` is its head but for the length.
+        `length`: of the body; negative: the body is sent in chunks; None: there is none. `without_body`: the answer has
+        none (HEAD). Raises Interrupted."""
+        chunked = length is not None and length < 0
+        if length is not None:
+            request += b"transfer-encoding: chunked\r\n" if chunked else b"content-length: %d\r\n" % length
+        if isinstance(body, bytes):
+            self.connection.send(b"%s\r\n%s" % (request, body), without_body=without_body)
+        else:
+            self.connection.send(b"%s\r\n" % request, without_body=without_body)
+            self._sending = asyncio.create_task(self._send(body, chunked))
+        while not self.connection.head_complete:
+            await self._wait()
 
     async def _send(self, body: AsyncIterator[bytes], chunked: bool) -> None:
         connection = self.connection
@@ -229,11 +242,6 @@ class AnswerStream:
     def advance(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    async def head(self) -> None:
-        """Wait for `status` and `headers`. Raises Interrupted."""
-        while not self.connection.head_complete:
-            await self._wait()
 
     async def read(self) -> bytes:
         """What has arrived of the body, at least one byte; empty at its end. Raises Interrupted if the connection broke
@@ -303,7 +311,7 @@ class HttpClient:
         memory_bytes: float = MEMORY_BYTES,
         connect_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
-        self._pool = Pool()
+        self.pool = Pool()
         self._slots = None if max_connections is None else asyncio.Semaphore(max_connections)
         self._memory = AnswerMemory(memory_bytes)
         self._connect_s = connect_s
@@ -342,53 +350,49 @@ class HttpClient:
     async def open_stream(self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> AnswerStream:
         """Post a request, and return its answer once the head is there. The caller must close the stream, whose
         connection is one of `max_connections`. Raises NotAccepted and Interrupted."""
-        pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        return await self.open("POST", url, pairs, body, timeout_s=timeout_s)
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode("latin-1")
+        return await self.open("POST", url, b"", lines, body, len(body), timeout_s=timeout_s)
 
     async def open(
         self,
         method: str,
         url: str,
-        headers: HeaderList,
+        target: bytes,
+        lines: bytes,
         body: bytes | AsyncIterator[bytes] = b"",
+        length: int | None = None,
         *,
-        target: bytes = b"",
         timeout_s: float = math.inf,
     ) -> AnswerStream:
-        """As `open_stream`, for any request. `target`, path and query, is appended to those of `url`. A body that comes
-        in pieces is sent in chunks, unless `headers` have its length."""
+        """As `open_stream`, for any request. `target`, path and query, is appended to those of `url`. `lines` are the
+        headers but for the length. `length`: see `AnswerStream.ask`."""
+        stream = await self.reach(url, timeout_s)
+        try:
+            head = head_of(method, address_of(url), target, lines)
+            await stream.ask(head, body, length, without_body=method == "HEAD")
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    async def reach(self, url: str, timeout_s: float = math.inf) -> AnswerStream:
+        """A connection for one request, which the caller sends with `ask`. Raises NotAccepted."""
         address = address_of(url)
         deadline = asyncio.get_running_loop().time() + timeout_s
         await self._take_slot(deadline)
         try:
-            connection = self._pool.take(address.origin) or await self._connect(address, deadline)
+            connection = self.pool.take(address.origin) or await self._connect(address, deadline)
         except BaseException:
             self._give_slot()
             raise
 
         def on_close() -> None:
-            self._pool.give_back(address.origin, connection)
+            self.pool.give_back(address.origin, connection)
             self._give_slot()
 
         stream = AnswerStream(connection, on_close)
-        try:
-            if deadline < math.inf:
-                stream.end_at(deadline)
-            has_length = any(name.lower() == b"content-length" for name, _ in headers)
-            path = address.path + target or b"/"
-            lines = [b"%s %s HTTP/1.1\r\nHost: %s\r\n" % (method.encode(), path, address.host)]
-            lines += [b"%s: %s\r\n" % header for header in headers]
-            if isinstance(body, bytes):
-                lines.append(b"\r\n" if has_length else b"Content-Length: %d\r\n\r\n" % len(body))
-                connection.send(b"".join((*lines, body)), without_body=method == "HEAD")
-            else:
-                lines.append(b"\r\n" if has_length else b"Transfer-Encoding: chunked\r\n\r\n")
-                connection.send(b"".join(lines), without_body=method == "HEAD")
-                stream.send_body(body, chunked=not has_length)
-            await stream.head()
-        except BaseException:
-            stream.close()
-            raise
+        if deadline < math.inf:
+            stream.end_at(deadline)
         return stream
 
     async def _take_slot(self, deadline: float) -> None:
@@ -407,9 +411,9 @@ class HttpClient:
     async def _exchange(
         self, address: Address, request: bytes, deadline: float, max_bytes: int, rest: Pieces | None = None
     ) -> Answer:
-        connection = self._pool.take(address.origin) or await self._connect(address, deadline)
+        connection = self.pool.take(address.origin) or await self._connect(address, deadline)
         answer = await _WholeAnswer(connection, self._memory, max_bytes).exchange(request, deadline, rest)
-        self._pool.give_back(address.origin, connection)
+        self.pool.give_back(address.origin, connection)
         return answer
 
     async def _connect(self, address: Address, deadline: float) -> Connection:
@@ -417,7 +421,7 @@ class HttpClient:
         return await connect(address.origin, min(self._connect_s, left_s))
 
     async def close(self) -> None:
-        self._pool.close()
+        self.pool.close()
 
 
 async def ask_once(
@@ -428,16 +432,25 @@ async def ask_once(
     address = address_of(url)
     connection = await connect(address.origin, connect_s)
     try:
-        lines = b"".join([b"%s: %s\r\n" % header for header in (*headers, (b"Connection", b"close"))])
-        values = method.encode(), address.path or b"/", address.host, lines, len(body), body
-        request = b"%s %s HTTP/1.1\r\nHost: %s\r\n%sContent-Length: %d\r\n\r\n%s" % values
+        head = head_of(method, address, b"", lines_of((*headers, (b"connection", b"close"))))
+        request = b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body)
         return await _WholeAnswer(connection, AnswerMemory(), max_bytes).exchange(request, math.inf, None)
     finally:
         connection.sink = None
         connection.abort()
 
 
+def lines_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"".join([b"%s: %s\r\n" % header for header in headers])
+
+
+def head_of(method: str, address: Address, target: bytes, lines: bytes) -> bytes:
+    """The head of a request but for its length and the empty line."""
+    path = address.path + target or b"/"
+    return b"%s %s HTTP/1.1\r\nhost: %s\r\n%s" % (method.encode(), path, address.host, lines)
+
+
 def _encode(method: str, address: Address, body: bytes, headers: Mapping[str, str], rest_bytes: int = 0) -> bytes:
-    lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-    values = method.encode(), address.path or b"/", address.host, lines.encode("latin-1"), len(body) + rest_bytes
-    return b"%s %s HTTP/1.1\r\nHost: %s\r\n%sContent-Length: %d\r\n\r\n%s" % (*values, body)
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode("latin-1")
+    head = head_of(method, address, b"", lines)
+    return b"%scontent-length: %d\r\n\r\n%s" % (head, len(body) + rest_bytes, body)

@@ -321,7 +321,7 @@ def _common_options(config: ServerConfig, port: int) -> dict[str, Any]:
         "served_model_name": list(config.served_names),
         "port": port,
         "max_num_seqs": inference.max_num_seqs,
-        "scheduling_policy": "priority",  # skyrl.sampling.order decides which sample is next
+        "scheduling_policy": "priority",  # skyrl.sampling.gate decides which sample is next
         # Otherwise a model's generation_config.json sets top_k and top_p of requests without these fields.
         "generation_config": "vllm",
         "enable_scale_out": True,

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from skyrl.http.admin_key import FORWARDING, forwarded_for
+from skyrl.http.client import lines_of
 from skyrl.http.connection import Connection, Origin, address_of
+from skyrl.http.forward import RequestHead
 from skyrl.http.server import BufferedRequests
-from skyrl.router.heads import RequestHead
 from skyrl.router.messages import INTERRUPTED, refusal
 from skyrl.router.policies import RequestFacts
 from skyrl.router.proxy import CHOSEN, Proxy, is_vllms
@@ -90,9 +91,8 @@ class FastCycle:
             self._end(whole=False)
 
     def start(self, request: bytes) -> None:
-        proxy = self._proxy
-        proxy.pool.begin(self._worker)
-        proxy.at_workers.setdefault(self._worker, set()).add(self._connection)
+        self._proxy.pool.begin(self._worker)
+        self._worker.exchanges.add(self._connection)
         self._connection.sink = self
         self._connection.send(request)
 
@@ -149,22 +149,19 @@ class FastCycle:
     def _fail(self, reason: str) -> None:
         self._proxy.counts["interrupted"] += 1
         message = f"no answer from {self._worker.url} ({reason}); it may have processed the request"
-        headers, body = refusal(502, INTERRUPTED, message)
-        lines = b"".join([b"%s: %s\r\n" % header for header in (*headers, *self._proxy.name_of(self._worker))])
+        answer = refusal(502, INTERRUPTED, message, self._proxy.name_of(self._worker))
+        lines = lines_of((*answer.headers, (b"content-length", b"%d" % len(answer.body))))
         closing = b"" if self.keep_alive else b"connection: close\r\n"
         self.response_started = True
-        self._protocol.transport.write(b"%s%s%s\r\n%s" % (STATUS_LINE[502], lines, closing, body))
+        self._protocol.transport.write(b"%s%s%s\r\n%s" % (STATUS_LINE[502], lines, closing, answer.body))
         self._end(whole=True)
 
     def _end(self, *, whole: bool) -> None:
         """`whole`: the client has a whole answer, and may send its next request on this connection."""
         self.response_complete = True
-        proxy, connection = self._proxy, self._connection
-        exchanges = proxy.at_workers[self._worker]
-        exchanges.discard(connection)
-        if not exchanges:
-            del proxy.at_workers[self._worker]
-        proxy.connections.give_back(self._origin, connection)
+        proxy = self._proxy
+        self._worker.exchanges.discard(self._connection)
+        proxy.client.pool.give_back(self._origin, self._connection)
         proxy.pool.end(self._worker)
         proxy.slots.release()
         if not whole or not self.keep_alive:
@@ -176,7 +173,7 @@ class FastCycle:
 class RouterHttp(BufferedRequests):
     """The client's side of a connection: gives each request to the short way or to uvicorn."""
 
-    lane: FastPathRule
+    rule: FastPathRule
     """Set once per process, on a subclass: see `protocol_with`."""
 
     def __init__(self, *args: object, **options: object) -> None:
@@ -194,11 +191,11 @@ class RouterHttp(BufferedRequests):
         if self._forwarded and not any(name in FORWARDING for name, _ in self.headers):
             self.headers += self._forwarded
         self._head = head = RequestHead.of(self.headers)
-        return self.lane.takes(self.parser.get_method(), self.url, head, self.headers)
+        return self.rule.takes(self.parser.get_method(), self.url, head, self.headers)
 
     def start(self, body: bytes) -> bool:
         path = self.url.partition(b"?")[0].decode("latin-1")
-        proxy = self.lane.proxy
+        proxy = self.rule.proxy
         if not proxy.slots.try_acquire():  # the worker is chosen when the request's turn has come
             return False
         worker = proxy.pool.choose(RequestFacts(self._head.key, proxy.adapter(path, body)))
@@ -210,10 +207,10 @@ class RouterHttp(BufferedRequests):
 
     def _start_fast(self, worker: Worker, path: str, head: RequestHead, body: bytes) -> bool:
         """False: this request must take the long way. The caller has taken a slot."""
-        proxy = self.lane.proxy
+        proxy = self.rule.proxy
         other = worker.completions_url if worker.completions_url is not None and is_vllms(path) else None
         address = address_of(other or worker.url)
-        connection = proxy.connections.take(address.origin)
+        connection = proxy.client.pool.take(address.origin)
         if connection is None:
             return False
         length = b"content-length: %d\r\n" % len(body) if head.has_body else b""
@@ -231,6 +228,6 @@ class RouterHttp(BufferedRequests):
             self._running.advance()
 
 
-def protocol_with(lane: FastPathRule) -> type[asyncio.Protocol]:
+def protocol_with(rule: FastPathRule) -> type[asyncio.Protocol]:
     """The class of connections for uvicorn."""
-    return type("RouterConnection", (RouterHttp,), {"lane": lane})
+    return type("RouterConnection", (RouterHttp,), {"rule": rule})

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 
 from skyrl.router.pool import Change, WorkerPool
 from skyrl.router.proxy import Proxy
@@ -21,12 +20,6 @@ PROBE_TIMEOUT_S = 5.0
 QUARANTINED_INTERVAL_S = 0.5
 """A revived worker gets requests again after this time, plus the time of one probe."""
 _SOON = (Change.REGISTERED, Change.QUARANTINED)
-
-
-@dataclass(slots=True)
-class _Watch:
-    task: asyncio.Task[None]
-    wake: asyncio.Event
 
 
 class HealthProber:
@@ -51,15 +44,15 @@ class HealthProber:
         self._headers = tuple(headers)
         self._timeout_s = timeout_s
         self._quarantined_interval_s = min(interval_s, quarantined_interval_s)
-        self._watches: dict[Worker, _Watch] = {}
+        self._watches: dict[Worker, tuple[asyncio.Task[None], asyncio.Event]] = {}
+        """The task that probes each worker, and what wakes it."""
         self._membership = asyncio.Event()
         pool.subscribe(self._note)
 
     def _note(self, worker: Worker, change: Change) -> None:
         self._membership.set()
-        watch = self._watches.get(worker)
-        if watch is not None and change in _SOON:
-            watch.wake.set()
+        if worker in self._watches and change in _SOON:
+            self._watches[worker][1].set()
 
     async def run(self) -> None:
         """Probe until this task is cancelled."""
@@ -70,9 +63,9 @@ class HealthProber:
                 for worker in workers:
                     if worker not in self._watches:
                         wake = asyncio.Event()
-                        self._watches[worker] = _Watch(tasks.create_task(self._watch(worker, wake)), wake)
+                        self._watches[worker] = tasks.create_task(self._watch(worker, wake)), wake
                 for worker in self._watches.keys() - set(workers):
-                    self._watches.pop(worker).task.cancel()
+                    self._watches.pop(worker)[0].cancel()
                 await self._membership.wait()
 
     async def _watch(self, worker: Worker, wake: asyncio.Event) -> None:

@@ -24,7 +24,6 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from skyrl.http.admin_key import AdminKey
-from skyrl.http.connection import Pool
 from skyrl.http.server import BoundedHttp, Server, tune_garbage_collection
 from skyrl.router.admin import AdminRoutes
 from skyrl.router.app import RouterApp, ToWorkers, is_own
@@ -87,10 +86,10 @@ class RouterOptions:
 
 @dataclass(frozen=True)
 class Router:
-    """`app` for any ASGI server, `lane` for `RouterHttp`."""
+    """`app` for any ASGI server, `rule` for `RouterHttp`: None if no request may take the short way."""
 
     app: RouterApp
-    lane: FastPathRule | None
+    rule: FastPathRule | None
 
 
 @contextlib.asynccontextmanager
@@ -99,10 +98,9 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
     directory)."""
     counts: Counter[str] = Counter()
     pool = WorkerPool(make_policy(options.policy))
-    connections = Pool()
-    proxy = Proxy(pool, connections, options.limits, counts, options.base_models, names_workers=options.names_workers)
+    proxy = Proxy(pool, options.limits, counts, options.base_models, names_workers=options.names_workers)
     async with contextlib.AsyncExitStack() as stack:
-        stack.callback(connections.close)
+        stack.push_async_callback(proxy.client.close)
         context = RouterContext(
             tokenizer_dir=options.tokenizer,
             max_body_bytes=options.limits.body_bytes,
@@ -190,7 +188,7 @@ async def _running(background: Sequence[Callable[[], Coroutine[Any, Any, None]]]
 
 def connection_class(router: Router) -> type[asyncio.Protocol]:
     """The class of client connections for uvicorn."""
-    return BoundedHttp if router.lane is None else protocol_with(router.lane)
+    return BoundedHttp if router.rule is None else protocol_with(router.rule)
 
 
 async def _serve(options: RouterOptions) -> None:

@@ -1,38 +1,37 @@
 """Requests and answers in the router.
 
-`Request` and `Response` are what a middleware of the router sees. It may change both before they travel on. `Reply` is
-a small answer of the router itself. `refuse` answers in one form, {"error": {"message", "type", "code"}}: `code` tells
-a client whether the request may have run (docs/reference/router.md)."""
+`Request` and `Response` are what a middleware of the router sees. It may change both before they travel on. `refusal`
+is an answer in one form, {"error": {"message", "type", "code"}}: `code` tells a client whether the request may have run
+(docs/reference/router.md)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from typing import Any
 from urllib.parse import quote
 
-Scope = dict[str, Any]
-Message = dict[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
-HeaderList = list[tuple[bytes, bytes]]
+from skyrl.http.connection import HeaderList
+from skyrl.http.messages import (
+    AsgiApp,
+    Body,
+    Message,
+    Receive,
+    Reply,
+    Scope,
+    Send,
+    encoded,
+    json_reply,
+    replayed,
+)
 
 QUEUED_CHUNKS = 16
 """Chunks of an answer that wait for a slow reader. The worker is read no faster."""
 _PATH_CHARACTERS = "/!$&'()*+,;=:@"
 """Those that a path may have as they are, beside letters and digits."""
 _FRAMING = (b"content-length", b"transfer-encoding")
-
-
-class BodyTooLarge(Exception):
-    """A body exceeds the router's bound."""
-
-
-class ClientLeft(Exception):
-    """The client closed its connection before its request was complete."""
 
 
 class Headers:
@@ -74,19 +73,7 @@ class Request:
     async def body(self) -> bytes:
         """The whole body. Raises BodyTooLarge, ClientLeft."""
         if self._body is None:
-            chunks, size = [], 0
-            while True:
-                message = await self._receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientLeft
-                chunk = message.get("body", b"")
-                size += len(chunk)
-                if size > self._max_body_bytes:
-                    raise BodyTooLarge(f"this body may have {self._max_body_bytes} bytes")
-                chunks.append(chunk)
-                if not message.get("more_body", False):
-                    break
-            self._body = b"".join(chunks)
+            self._body = await Body(self._receive, self._max_body_bytes).collect()
         return self._body
 
     async def json(self) -> Any:
@@ -108,7 +95,7 @@ class Request:
         self.headers.set_length(len(body))
 
     def set_json(self, value: Any) -> None:
-        self.set_body(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode())
+        self.set_body(encoded(value))
 
     def to_asgi(self) -> tuple[Scope, Receive]:
         """What the next application is called with. Each call begins with the whole body again, if it was read."""
@@ -116,14 +103,7 @@ class Request:
         if self.path != scope["path"]:
             scope = {**scope, "path": self.path, "raw_path": quote(self.path, safe=_PATH_CHARACTERS).encode()}
         scope = {**scope, "method": self.method, "query_string": self.query, "headers": list(self.headers.raw)}
-        if self._body is None:
-            return scope, self._receive
-        unsent: list[Message] = [{"type": "http.request", "body": self._body, "more_body": False}]
-
-        async def receive() -> Message:
-            return unsent.pop() if unsent else await self._receive()
-
-        return scope, receive
+        return scope, self._receive if self._body is None else replayed(self._body, self._receive)
 
 
 async def _chunks(content: bytes | AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
@@ -173,7 +153,7 @@ class Response:
         self.headers.set_length(len(body))
 
     def set_json(self, value: Any) -> None:
-        self.set_body(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode())
+        self.set_body(encoded(value))
 
     async def send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status, "headers": self.headers.raw})
@@ -221,23 +201,18 @@ class AppCall:
         await asyncio.gather(self._task, return_exceptions=True)
 
 
-class Reply(NamedTuple):
-    status: int
-    headers: HeaderList
-    body: bytes
-
-
-def json_reply(status: int, value: Any, headers: HeaderList | None = None) -> Reply:
-    body = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-    return Reply(status, [(b"content-type", b"application/json"), *(headers or [])], body)
-
-
-def error_reply(status: int, code: str, message: str, headers: HeaderList | None = None) -> Reply:
+def error_reply(status: int, code: str, message: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> Reply:
     """`error` is an object with `message`, the form that clients of SGLang, vLLM and the gateways read."""
     return json_reply(status, {"error": {"type": code, "code": status, "message": message}}, headers)
 
 
-Header = tuple[bytes, bytes]
+def not_allowed(method: str, methods: Sequence[str]) -> Reply | None:
+    """The refusal of a method that a route does not take."""
+    if method in methods:
+        return None
+    allowed = ", ".join(methods)
+    return error_reply(405, "MethodNotAllowed", f"this route takes {allowed}", [(b"allow", allowed.encode())])
+
 
 NO_WORKER = "no_available_workers"
 """No worker is routable. No worker has seen the request."""
@@ -248,23 +223,8 @@ INTERRUPTED = "worker_interrupted"
 RETRY_AFTER_S = 1
 
 
-def refusal(status: int, code: str, message: str) -> tuple[HeaderList, bytes]:
-    """The headers and the body."""
+def refusal(status: int, code: str, message: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> Reply:
     kind = "invalid_request_error" if status < 500 else "service_unavailable"
-    body = json.dumps({"error": {"message": message, "type": kind, "code": code}}, separators=(",", ":")).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (b"x-smg-error-code", code.encode()),
-    ]
-    if status == 503:
-        headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    return headers, body
-
-
-async def refuse(send: Send, status: int, code: str, message: str, more_headers: Iterable[Header] = ()) -> None:
-    headers, body = refusal(status, code, message)
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, *more_headers]})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    by_status = {503: [(b"retry-after", b"%d" % RETRY_AFTER_S)], 401: [(b"www-authenticate", b"Bearer")]}
+    more = [(b"x-smg-error-code", code.encode()), *by_status.get(status, ()), *headers]
+    return json_reply(status, {"error": {"message": message, "type": kind, "code": code}}, more)

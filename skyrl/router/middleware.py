@@ -17,21 +17,10 @@ from contextlib import AsyncExitStack
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from skyrl.router import messages
-from skyrl.router.messages import (
-    AppCall,
-    AsgiApp,
-    BodyTooLarge,
-    ClientLeft,
-    Message,
-    Receive,
-    Request,
-    Response,
-    Scope,
-    Send,
-)
+from skyrl.http.messages import AsgiApp, BodyTooLarge, ClientLeft, Message, Receive, Scope, Send, WatchedSend
+from skyrl.router.messages import AppCall, Request, Response, refusal
 from skyrl.router.proxy import Truncated
 from skyrl.router.worker import Worker
 
@@ -118,16 +107,9 @@ CallNext = Callable[[Request], Awaitable[Response]]
 """Sends the request on and returns the answer. May be called more than once for one request."""
 
 
-class Middleware(Protocol):
-    """What `--middleware` loads. `stats()`, if it has that method, is shown by `GET /statusz`."""
-
-    def __init__(self, app: AsgiApp, *, router: RouterContext) -> None: ...
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
-
-
 class RouterMiddleware:
-    """Override `handle`. State belongs on `self`: one object serves all requests of a router process, on one event
+    """The base class of what `--middleware` loads, which may also be any class with this `__init__` and `__call__`.
+    Override `handle`. State belongs on `self`: one object serves all requests of a router process, on one event
     loop. An exception fails its own request with 500 and is counted; other requests go on."""
 
     def __init__(self, app: AsgiApp, *, router: RouterContext) -> None:
@@ -225,30 +207,25 @@ class Guarded:
         return {"path": self.path, "requests": self.requests, "failures": self.failures, **own}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def watched_send(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
+        sent = WatchedSend(send)
         self.requests += 1
         scope = {name: value for name, value in scope.items() if name != _KEPT}  # of a middleware before this one
         try:
-            await self.plugin(scope, receive, watched_send)
+            await self.plugin(scope, receive, sent)
         except (ClientLeft, Truncated):
             raise
         except BodyTooLarge as error:
-            if started:
-                raise Truncated(f"the body is too large for middleware {self.path}") from error
-            await messages.refuse(send, 413, "body_too_large", f"the body is too large for middleware {self.path}")
+            message = f"the body is too large for middleware {self.path}"
+            if sent.status is not None:
+                raise Truncated(message) from error
+            await refusal(413, "body_too_large", message).send(send)
         except Exception as error:  # middleware is a program of the user: logged, counted and answered
             self.failures += 1
             logger.exception("middleware %s failed", self.path)
-            if started:
+            if sent.status is not None:
                 raise Truncated(f"middleware {self.path} failed in the middle of an answer") from error
             message = f"middleware {self.path} failed: {type(error).__name__}: {error}"
-            await messages.refuse(send, 500, "middleware_failed", message)
+            await refusal(500, "middleware_failed", message).send(send)
 
 
 def made(plugin: Callable[..., Any], app: AsgiApp, context: RouterContext) -> Any:

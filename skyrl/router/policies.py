@@ -1,7 +1,7 @@
 """Which worker gets a request: the policies of `--policy`, by name.
 
 A policy sees the key and the adapter of the request and the requests in flight on each worker. It does not know HTTP,
-health or registration: every candidate may be chosen. docs/decisions/router-policies.md has the reasons and figures.
+health or registration: every candidate may be chosen. docs/decisions/router.md has the reasons and figures.
 
 `KeyOrders` is the order of workers for a key: rendezvous hashing. Each pair of key and worker has a score; a key's
 order is by falling score. So a worker that leaves moves its own keys alone, and a worker that comes takes over an even

@@ -7,18 +7,17 @@ disagree. The routes do not contact the worker: a registration is answered at on
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
-from skyrl.router.messages import Reply, error_reply, json_reply
+from skyrl.http.messages import Reply, json_reply
+from skyrl.router.messages import error_reply, not_allowed
 from skyrl.router.pool import WorkerPool
 from skyrl.router.worker import Worker, WorkerState
 
 RETRY_AFTER_S = 1
 MAX_LABEL_BYTES = 16 * 1024
 MAX_REASON = 1000
-Body = Callable[[], Awaitable[bytes]]
 
 _URL_NAMES = ("url", "worker_url")
 _SERVICE = frozenset(("disabled", "is_dead"))
@@ -36,46 +35,40 @@ class RegistrationRoutes:
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
 
-    async def answer(self, method: str, path: str, query: bytes, body: Body) -> Reply | None:
-        """None: this is no route of the pool. `path` may be percent-encoded."""
-        if path.startswith("/workers/"):
-            return await self._one(method, path.removeprefix("/workers/"), query, body)
-        methods = _METHODS.get(path)
-        if methods is None:
-            return None
-        if method not in methods:
-            return _not_allowed(methods)
-        match path:
-            case "/workers" if method == "GET":
-                return self._list()
-            case "/workers":
-                return await self._register(query, body, accepted=True)
-            case "/add_worker":
-                return await self._register(query, body, accepted=False)
-            case "/remove_worker":
-                return await self._remove(query, body)
-            case "/list_workers":
-                return json_reply(200, {"urls": [worker.url for worker in self._pool.workers]})
-            case "/liveness" | "/live":
-                return json_reply(200, {"status": "ok"})
-            case _:
-                return self._health(path)
-
-    async def _register(self, query: bytes, body: Body, *, accepted: bool) -> Reply:
+    def answer(self, method: str, path: str, query: bytes, body: bytes) -> Reply:
+        """`path`, for which `is_registration` holds, may be percent-encoded."""
         try:
-            fields = await _fields(query, body)
-            url, starts = _url(fields), _boolean("starting", fields)
-            fields.pop("starting", None)
-            if starts:
-                if fields:
-                    raise ValueError(f"{min(fields)}: cannot be given together with starting")
-                worker = self._pool.expect(url)
-            else:
-                worker = self._pool.add(
-                    url, _completions_url(fields), worker_type=_worker_type(fields), labels=_labels(fields)
-                )
+            if path.startswith("/workers/"):
+                return self._one(method, path.removeprefix("/workers/"), query, body)
+            if (refused := not_allowed(method, _METHODS[path])) is not None:
+                return refused
+            match path:
+                case "/workers" if method == "GET":
+                    return self._list()
+                case "/workers" | "/add_worker":
+                    return self._register(_fields(query, body), accepted=path == "/workers")
+                case "/remove_worker":
+                    return self._remove(_fields(query, body))
+                case "/list_workers":
+                    return json_reply(200, {"urls": [worker.url for worker in self._pool.workers]})
+                case "/liveness" | "/live":
+                    return json_reply(200, {"status": "ok"})
+                case _:
+                    return self._health(path)
         except ValueError as wrong:
             return error_reply(400, "BadRequestError", str(wrong))
+
+    def _register(self, fields: dict[str, Any], *, accepted: bool) -> Reply:
+        url, starts = _url(fields), _boolean("starting", fields)
+        fields.pop("starting", None)
+        if starts:
+            if fields:
+                raise ValueError(f"{min(fields)}: cannot be given together with starting")
+            worker = self._pool.expect(url)
+        else:
+            worker = self._pool.add(
+                url, _completions_url(fields), worker_type=_worker_type(fields), labels=_labels(fields)
+            )
         if not accepted:
             in_flight = {worker.url: worker.in_flight for worker in self._pool.workers}
             return json_reply(200, {"status": "success", "worker_id": worker.id, "worker_urls": in_flight})
@@ -90,15 +83,10 @@ class RegistrationRoutes:
         }
         return json_reply(202, registered, [(b"location", location.encode())])
 
-    async def _remove(self, query: bytes, body: Body) -> Reply:
+    def _remove(self, fields: dict[str, Any]) -> Reply:
         """An unknown worker is no error: clients of slime's router and of miles' raise on one. With `ended` the
         requests that are in flight there are broken off."""
-        try:
-            fields = await _fields(query, body)
-            url, ended = _url(fields), _boolean("ended", fields)
-        except ValueError as wrong:
-            return error_reply(400, "BadRequestError", str(wrong))
-        removed = self._pool.remove(url, ended=ended)
+        removed = self._pool.remove(_url(fields), ended=_boolean("ended", fields))
         return json_reply(200, {"status": "success", "message": "removed" if removed else "there was no such worker"})
 
     def _list(self) -> Reply:
@@ -107,25 +95,20 @@ class RegistrationRoutes:
         stats = {f"{kind}_count": kinds.count(kind) for kind in ("prefill", "decode", "regular")}
         return json_reply(200, {"workers": [*map(_listed, workers)], "total": len(workers), "stats": stats})
 
-    async def _one(self, method: str, id_or_url: str, query: bytes, body: Body) -> Reply:
-        if method not in ("GET", "PUT", "DELETE"):
-            return _not_allowed(("GET", "PUT", "DELETE"))
+    def _one(self, method: str, id_or_url: str, query: bytes, body: bytes) -> Reply:
+        if (refused := not_allowed(method, ("GET", "PUT", "DELETE"))) is not None:
+            return refused
         worker = self._pool.find(id_or_url) or self._pool.find(unquote(id_or_url))
         if worker is None:
             return error_reply(404, "NotFoundError", f"no worker has the id or URL {unquote(id_or_url)!r}")
         if method == "GET":
             return json_reply(200, _listed(worker))
         if method == "PUT":
-            try:
-                fields = await _fields(query, body)
-                self._set_service(worker, fields | {name: _boolean(name, fields) for name in fields.keys() & _SERVICE})
-            except ValueError as wrong:
-                return error_reply(400, "BadRequestError", str(wrong))
+            fields = _fields(query, body)
+            self._set_service(worker, fields | {name: _boolean(name, fields) for name in fields.keys() & _SERVICE})
             return json_reply(200, {"status": "ok", "worker_id": worker.id, "worker": _listed(worker)})
         if query:
-            return error_reply(
-                400, "BadRequestError", f"{query.decode('latin-1')[:MAX_REASON]}: DELETE takes no parameters"
-            )
+            raise ValueError(f"{query.decode('latin-1')[:MAX_REASON]}: DELETE takes no parameters")
         self._pool.remove(worker.id)
         return json_reply(202, {"status": "accepted", "worker_id": worker.id, "message": "the worker is being removed"})
 
@@ -174,17 +157,12 @@ def is_registration(path: str) -> bool:
     return path in _METHODS or path.startswith("/workers/")
 
 
-def _not_allowed(methods: tuple[str, ...]) -> Reply:
-    allowed = ", ".join(methods)
-    return error_reply(405, "MethodNotAllowed", f"this route takes {allowed}", [(b"allow", allowed.encode())])
-
-
-async def _fields(query: bytes, body: Body) -> dict[str, Any]:
+def _fields(query: bytes, body: bytes) -> dict[str, Any]:
     """The fields of the query and of the JSON body. Beside a URL in the query, what is no JSON object is ignored: some
     clients send such bodies. Raises ValueError for a field with two values."""
     in_query: dict[str, Any] = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True))
     try:
-        in_body = await _json_object(body)
+        in_body = _json_object(body)
     except ValueError:
         if not any(in_query.get(name) for name in _URL_NAMES):
             raise
@@ -208,13 +186,12 @@ def _boolean(name: str, fields: dict[str, Any]) -> bool:
     return value
 
 
-async def _json_object(body: Body) -> dict[str, Any]:
+def _json_object(body: bytes) -> dict[str, Any]:
     """An empty body is an empty object. Raises ValueError."""
-    content = await body()
-    if not content.strip():
+    if not body.strip():
         return {}
     try:
-        in_body = json.loads(content)
+        in_body = json.loads(body)
     except ValueError as wrong:
         raise ValueError(f"body: not JSON: {wrong}") from wrong
     except RecursionError as wrong:

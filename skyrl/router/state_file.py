@@ -7,12 +7,13 @@ its registration still waits. Write errors are logged: a router without a disk g
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from skyrl.router.pool import Change, WorkerPool
 from skyrl.router.worker import Worker, WorkerState
@@ -21,11 +22,31 @@ FILE_NAME = "workers.json"
 SETTLE_S = 0.05
 """Changes within this time are written together."""
 RETRY_S = 5.0
-_VERSION = 2
-_SERVICE: dict[str, Any] = {"disabled": None, "is_dead": False, "missed": None}
-"""What version 1 did not have."""
-
 log = logging.getLogger(__name__)
+
+
+class _Kept(msgspec.Struct, forbid_unknown_fields=True):
+    """A worker in the file. `waits`: for its registration."""
+
+    url: str
+    completions_url: str | None
+    worker_type: str
+    labels: dict[str, Any]
+    waits: bool
+    disabled: str | None
+    is_dead: bool
+    missed: str | None
+
+    @classmethod
+    def of(cls, worker: Worker) -> _Kept:
+        waits = worker.held and worker.state is WorkerState.QUARANTINED
+        address = worker.url, worker.completions_url, worker.worker_type, worker.labels
+        return cls(*address, waits, worker.disabled, worker.is_dead, worker.missed)
+
+
+class _Registered(msgspec.Struct, forbid_unknown_fields=True):
+    version: Literal[2]
+    workers: list[_Kept]
 
 
 class StateFile:
@@ -46,16 +67,14 @@ class StateFile:
         except FileNotFoundError:
             return
         try:
-            for registered in _parse(content):
-                waits = registered.pop("waits")
-                service = {name: registered.pop(name) for name in _SERVICE}
-                worker = self._pool.add(**registered)
-                self._pool.set_service(worker, disabled=service["disabled"], is_dead=service["is_dead"])
-                self._pool.set_missed(worker, service["missed"])
-                if waits:
+            for kept in msgspec.json.decode(content, type=_Registered).workers:
+                worker = self._pool.add(kept.url, kept.completions_url, kept.worker_type, kept.labels)
+                self._pool.set_service(worker, disabled=kept.disabled, is_dead=kept.is_dead)
+                self._pool.set_missed(worker, kept.missed)
+                if kept.waits:
                     worker.answers = False
                     self._pool.quarantine(worker, "before the restart it waited to be registered again")
-        except (ValueError, RecursionError) as wrong:
+        except (ValueError, msgspec.MsgspecError, RecursionError) as wrong:
             aside = self.path.with_suffix(".broken.json")
             os.replace(self.path, aside)
             log.warning("%s is broken (%s); moved to %s", self.path, wrong, aside)
@@ -86,7 +105,7 @@ class StateFile:
 
     def _content(self) -> bytes:
         kept = [worker for worker in self._pool.workers if worker.state is not WorkerState.DRAINING]
-        return json.dumps({"version": _VERSION, "workers": [*map(_stored, kept)]}, indent=1).encode()
+        return msgspec.json.format(msgspec.json.encode(_Registered(2, [*map(_Kept.of, kept)])), indent=1)
 
     def _write(self, content: bytes) -> bool:
         temporary = self.path.with_suffix(".tmp")
@@ -102,45 +121,3 @@ class StateFile:
                 temporary.unlink(missing_ok=True)
             return False
         return True
-
-
-def _stored(worker: Worker) -> dict[str, Any]:
-    return {
-        "url": worker.url,
-        "completions_url": worker.completions_url,
-        "worker_type": worker.worker_type,
-        "labels": worker.labels,
-        "waits": worker.held and worker.state is WorkerState.QUARANTINED,
-        "disabled": worker.disabled,
-        "is_dead": worker.is_dead,
-        "missed": worker.missed,
-    }
-
-
-def _parse(content: bytes) -> list[dict[str, Any]]:
-    """The arguments of each worker's registration, and `waits`. Raises ValueError."""
-    state = json.loads(content)
-    if not isinstance(state, dict) or state.get("version") not in (1, _VERSION):
-        raise ValueError(f"no state of version {_VERSION}")
-    if not isinstance(state.get("workers"), list):
-        raise ValueError("no list of workers")
-    if state["version"] == 1:
-        state["workers"] = [_SERVICE | worker if isinstance(worker, dict) else worker for worker in state["workers"]]
-    for worker in state["workers"]:
-        if not isinstance(worker, dict) or worker.keys() != _TYPES.keys():
-            raise ValueError("a worker does not have the fields of a worker")
-        if wrong := [name for name, kind in _TYPES.items() if not isinstance(worker[name], kind)]:
-            raise ValueError(f"{wrong[0]} of a worker has the wrong type")
-    return state["workers"]
-
-
-_TYPES: dict[str, Any] = {
-    "url": str,
-    "completions_url": str | None,
-    "worker_type": str,
-    "labels": dict,
-    "waits": bool,
-    "disabled": str | None,
-    "is_dead": bool,
-    "missed": str | None,
-}

@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from skyrl.router.messages import AppCall, AsgiApp, Message, Receive, Request, Response, Scope, Send
+from skyrl.http.messages import AsgiApp, Message, Receive, Scope, Send
+from skyrl.router.messages import AppCall, Request, Response
 from skyrl.router.middleware import MAX_BODY_BYTES, RouterContext, made
 
 WorkerFunction = Callable[[Request], Awaitable[Response]]

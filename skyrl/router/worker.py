@@ -8,13 +8,12 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from skyrl.http.answers import header_of
+from skyrl.http.answers import Answer
 from skyrl.http.client import ask_once
-from skyrl.http.connection import Interrupted, NotAccepted
-from skyrl.router.heads import check_headers
+from skyrl.http.connection import Connection, Interrupted, NotAccepted
+from skyrl.http.forward import check_headers
 
 
 class WorkerState(StrEnum):
@@ -77,6 +76,8 @@ class Worker:
     """What all other workers got while this one was dead. It is out of routing until it has got it too."""
     holds: int = 0
     """Running changes of this worker's weights. It is out of routing meanwhile."""
+    exchanges: set[Connection] = field(default_factory=set)
+    """The connections of requests that run there."""
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -101,12 +102,6 @@ class Worker:
 CONNECT_S = 1.0
 MAX_ANSWER_BYTES = 64 * 2**20
 """The checksums of a large model have a few megabytes."""
-
-
-class Answer(NamedTuple):
-    status: int
-    body: bytes
-    content_type: str = "application/json"
 
 
 class Unreachable(Exception):
@@ -144,4 +139,4 @@ async def fetch(
         raise Unreachable(str(error)) from error
     if not answer.whole:
         raise Unreachable(f"the answer exceeds {max_bytes} bytes")
-    return Answer(answer.status, answer.body, header_of(answer.headers, b"content-type") or "")
+    return answer

@@ -192,9 +192,9 @@ class ForwardedSamples:
 
 @dataclass(frozen=True)
 class BaseModelSampling:
-    """`base_name` is the inference servers' name for the base model. `client` is None if the engine samples, `loaded`
-    if the inference servers never change their weights. `places` is how many adapters they run at a time, None if that
-    is unknown. `why_away` says why no inference server runs, if that is known."""
+    """`base_name` is the inference servers' name for the base model. `client` is None if the engine samples,
+    `current_weights` if the inference servers never change their weights. `places` is how many adapters they run at a
+    time, None if that is unknown. `why_away` says why no inference server runs, if that is known."""
 
     base_name: str
     limits: Callable[[], ContextLimits]
@@ -203,7 +203,7 @@ class BaseModelSampling:
     guard: FeatureGuard
     pictures: PictureIngress
     forwarded: ForwardedSamples
-    loaded: CurrentWeightsCheck | None = None
+    current_weights: CurrentWeightsCheck | None = None
     places: int | None = None
     why_away: Callable[[], str] = lambda: ""
 
@@ -214,20 +214,20 @@ _HEAD = 2**12
 
 
 class BaseModels:
-    """The lanes of a server's base models, in the order of its configuration."""
+    """Sampling from a server's base models, in the order of its configuration."""
 
-    def __init__(self, lanes: Sequence[BaseModelSampling], names: ByName) -> None:
-        self._lanes = tuple(lanes)
+    def __init__(self, models: Sequence[BaseModelSampling], names: ByName) -> None:
+        self._models = tuple(models)
         self._names = names
 
     def __iter__(self) -> Iterator[BaseModelSampling]:
-        return iter(self._lanes)
+        return iter(self._models)
 
     def of(self, base_model: str, field: str) -> BaseModelSampling:
-        """The lane of the base model in a stored row. The only lane takes rows of every name: the operator may have
+        """The base model of a stored row. The only base model takes rows of every name: the operator may have
         given the base model another one since. Raises RequestError naming `field`."""
-        if len(self._lanes) == 1:
-            return self._lanes[0]
+        if len(self._models) == 1:
+            return self._models[0]
         number = self._names.number(base_model)
         if number is None:
             raise RequestError(
@@ -235,19 +235,19 @@ class BaseModels:
                 f"{', '.join(self._names.served)}",
                 field=field,
             )
-        return self._lanes[number]
+        return self._models[number]
 
     def with_sample(self, request_id: str) -> BaseModelSampling | None:
-        """The lane in which this process forwards a sample now."""
-        return next((lane for lane in self._lanes if request_id in lane.forwarded), None)
+        """The base model that this process forwards a sample to now."""
+        return next((model for model in self._models if request_id in model.forwarded), None)
 
     def guess(self, body: bytes, base_model_of: Callable[[str], str | None]) -> BaseModelSampling | None:
-        """The lane of a sample whose body is not decoded yet: only to decode it faster. `base_model_of` tells the base
-        model of a sampling session that this process knows."""
-        if len(self._lanes) == 1:
-            return self._lanes[0]
+        """The base model of a sample whose body is not decoded yet: only to decode it faster. `base_model_of` tells
+        the name of that of a sampling session that this process knows."""
+        if len(self._models) == 1:
+            return self._models[0]
         found = _SESSION.search(body, max(0, len(body) - _HEAD)) or _SESSION.search(body, 0, _HEAD)
         if found is None or (base_model := base_model_of(found[1].decode(errors="replace"))) is None:
             return None
         number = self._names.number(base_model)
-        return None if number is None else self._lanes[number]
+        return None if number is None else self._models[number]

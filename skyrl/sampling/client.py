@@ -54,9 +54,12 @@ from skyrl.sampling.servers import (
     Health,
     OtherWeights,
     ServedContext,
+    Verdict,
+    describe,
     health_of,
+    server_failure,
+    verdict_of,
 )
-from skyrl.sampling.verdict import Verdict, describe, server_failure, verdict_of
 from skyrl.storage.db.pictures import PictureFiles
 
 
@@ -126,9 +129,9 @@ class ForwardingClient:
     then has their common prefix in its cache, and the router spreads them if the replica has much to do. Other routers
     do not spread one key; for them each sample has its own.
 
-    `loaded` tells whether weights are still current, on a server whose full weights are replaced while it serves. There
-    an answer that began with other weights is given to nobody: the sample fails if its weights were replaced, and is
-    sent again if the inference server does not have them yet.
+    `current_weights` tells whether weights are still current, on a server whose full weights are replaced while it
+    serves. There an answer that began with other weights is given to nobody: the sample fails if its weights were
+    replaced, and is sent again if the inference server does not have them yet.
 
     `pictures` has the files of jobs with pictures; None if there are no such jobs.
     """
@@ -143,7 +146,7 @@ class ForwardingClient:
         deadline_s: float,
         zero_fill_logprobs: bool = False,
         replicas: Collection[str] = (),
-        loaded: CurrentWeightsCheck | None = None,
+        current_weights: CurrentWeightsCheck | None = None,
         shares_keys: bool = False,
         metrics: AdapterMetrics | None = None,
         pictures: PictureFiles | None = None,
@@ -158,10 +161,10 @@ class ForwardingClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self.counts: Counter[str] = Counter()
         self._loads = AdapterLoads(transport, host, self._headers, self.counts, metrics)
-        self._versions = StaleWeightsRetry(loaded, self.counts)
+        self._versions = StaleWeightsRetry(current_weights, self.counts)
         self._context = ServedContext(transport, self._headers)
         self._waits = Waits(transport, self._headers, replicas, deadline_s)
-        self._suspects = CrashIsolation()
+        self._isolation = CrashIsolation()
         self._flights = Flights()
         self._reader = AnswerReader(self.counts, zero_fill=zero_fill_logprobs)
         self._pictures = None if pictures is None else PictureSends(pictures)
@@ -234,7 +237,7 @@ class ForwardingClient:
         finally:
             self._attempts.pop(exchange.request_id, None)
             if attempts.is_suspect:
-                self._suspects.remove(attempts.interruptions)
+                self._isolation.remove(attempts.interruptions)
 
     def progress(self, request_id: str) -> SampleProgress | None:
         """Where a request stands; None for a request that does not run here."""
@@ -251,14 +254,14 @@ class ForwardingClient:
         attempts.wait_for(SampleWait.SUSPECTS, asyncio.get_running_loop().time())
         try:
             async with asyncio.timeout_at(attempts.deadline):
-                attempts.sent_alone = await self._suspects.wait_turn(attempts.interruptions)
+                attempts.sent_alone = await self._isolation.wait_turn(attempts.interruptions)
         except TimeoutError as error:
             raise self._waits.deadline_failure(attempts) from error
         try:
             await self._waits.wait_while_dying(endpoint, attempts)
             return await self._try(attempts, endpoint)
         finally:
-            self._suspects.end_turn()
+            self._isolation.end_turn()
 
     async def _try(self, attempts: Attempts[T], endpoint: Endpoint) -> T | None:
         """Send the request once. The result, or None if the request must be sent again."""
@@ -399,10 +402,10 @@ class ForwardingClient:
                 f"the last time when no other interrupted sample was sent ({reason})"
             )
         if attempts.is_suspect:
-            self._suspects.remove(attempts.interruptions)
+            self._isolation.remove(attempts.interruptions)
         attempts.interruptions += 1
         if attempts.is_suspect:
-            self._suspects.add(attempts.interruptions)
+            self._isolation.add(attempts.interruptions)
         attempts.reloads.clear()
 
     async def probe(self) -> str | None:

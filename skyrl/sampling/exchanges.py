@@ -33,8 +33,7 @@ from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
 from skyrl.sampling import completion, pictures
 from skyrl.sampling.completion import prompt_scores
 from skyrl.sampling.job import SampleJob
-from skyrl.sampling.servers import Endpoint, ServedContext
-from skyrl.sampling.verdict import describe, message_of, server_failure
+from skyrl.sampling.servers import Endpoint, ServedContext, describe, message_of, server_failure
 from skyrl.storage.db.pictures import PictureFiles
 
 T_co = TypeVar("T_co", covariant=True)

@@ -28,7 +28,6 @@ from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.sample_request import (
     LOCATION,
     Chunk,
-    ModelInput,
     SampleRequest,
     TakenOut,
     decode_sample_request,
@@ -79,12 +78,6 @@ class PictureChecks:
     async def close(self) -> None:
         """End the worker. May be called twice."""
         await self._checker.close()
-
-
-def is_text(prompt: ModelInput) -> bool:
-    """Whether all chunks are text. Quick for the one chunk that most prompts have."""
-    chunks = prompt.chunks
-    return (len(chunks) == 1 and chunks[0].tokens is not None) or all(chunk.tokens is not None for chunk in chunks)
 
 
 def seeing(sight: VisionConfig | NoVision, name: str) -> VisionConfig:

@@ -25,8 +25,7 @@ from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.http.client import HttpClient
 from skyrl.runtime.processes.backoff import Backoff
 from skyrl.sampling.exchanges import Exchange
-from skyrl.sampling.servers import CurrentWeightsCheck, Endpoint, Health, OtherWeights, health_of
-from skyrl.sampling.verdict import server_failure
+from skyrl.sampling.servers import CurrentWeightsCheck, Endpoint, Health, OtherWeights, health_of, server_failure
 from skyrl.storage.db.faults import DatabaseError, reason
 
 
@@ -260,20 +259,20 @@ class CrashIsolation:
 
 
 class StaleWeightsRetry:
-    """`counts` has one counter per kind of event. `loaded` is None for a server whose weights are never replaced: none
-    of its answers is compared."""
+    """`counts` has one counter per kind of event. `current_weights` is None for a server whose weights are never
+    replaced: none of its answers is compared."""
 
-    def __init__(self, loaded: CurrentWeightsCheck | None, counts: Counter[str]) -> None:
-        self._loaded = loaded
+    def __init__(self, current_weights: CurrentWeightsCheck | None, counts: Counter[str]) -> None:
+        self._current_weights = current_weights
         self._counts = counts
 
     async def why_again(self, wanted: WeightsRef, other: OtherWeights) -> tuple[str, SampleWait]:
         """Why the request is sent again, and what it waits for: the server may have been started again, and gets the
         current weights soon. Raises FailedRequest if `wanted` are not current any more, or the server does not tell
         which weights it used."""
-        assert self._loaded is not None
+        assert self._current_weights is not None
         try:
-            replaced = await self._loaded.replaced(wanted)
+            replaced = await self._current_weights.replaced(wanted)
         except DatabaseError as away:
             return f"{other}, and which weights are current is not known: {reason(away)}", SampleWait.AWAY
         if replaced is not None:

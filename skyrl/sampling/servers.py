@@ -1,10 +1,13 @@
-"""What the forwarding client knows of inference servers: address, health, context length, loaded adapters and weights.
+"""What the forwarding client knows of inference servers: what their answers mean, and each server's address, health,
+context length, loaded adapters and weights.
 
-`EngineEndpoint` reads the address that the engine has published. `ServedContext` gives jobs without `max_tokens` a
-number that fits the server's context: vLLM reads null as 16 tokens. `AdapterLoads` loads an adapter into a server that
-has lost it, once for all samples that need it. `CurrentWeightsCheck` tells whether full weights can still be sampled
-from, on a server whose weights are replaced while it serves: the database says which are current, and each answer says
-which it has used.
+`verdict_of` says which action follows from an answer's status, or from the one code of skyrl's router that says more
+than its status; docs/how-it-works/forwarding.md has the table. The client counts how often a sample was sent, and may
+fail a sample although the verdict is to send it again. `EngineEndpoint` reads the address that the engine has
+published. `ServedContext` gives jobs without `max_tokens` a number that fits the server's context: vLLM reads null as
+16 tokens. `AdapterLoads` loads an adapter into a server that has lost it, once for all samples that need it.
+`CurrentWeightsCheck` tells whether full weights can still be sampled from, on a server whose weights are replaced while
+it serves: the database says which are current, and each answer says which it has used.
 """
 
 from __future__ import annotations
@@ -29,12 +32,100 @@ from skyrl.inference import vllm_client
 from skyrl.inference.adapter_host import AdapterHost, AdapterMissing, AdapterUnavailable
 from skyrl.inference.metrics import AdapterMetrics, Load
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob
-from skyrl.sampling.verdict import Verdict, describe, server_failure, verdict_of
 from skyrl.storage.db import full_weights
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import EngineState
 from skyrl.storage.db.faults import DatabaseError, is_transient, reason
 from skyrl.storage.db.full_weights import WeightsReplaced, replaced_sentence
+
+BODY_EXCERPT = 200
+
+
+class ErrorDetail(msgspec.Struct):
+    """An error as vLLM and skyrl's router write it."""
+
+    message: str = ""
+    param: str | None = None
+    code: str | int | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: ErrorDetail | str
+
+
+_decode_error = msgspec.json.Decoder(_ErrorBody).decode
+
+
+def server_failure(message: str) -> FailedRequest:
+    return FailedRequest(message, ErrorCategory.SERVER)
+
+
+def error_in(answer: Answer) -> ErrorDetail:
+    """The error of an answer; the message describes an answer that has none."""
+    try:
+        error = _decode_error(answer.body).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ErrorDetail(describe(answer))
+    if isinstance(error, str):
+        return ErrorDetail(error)
+    return error if error.message else replace(error, message=describe(answer))
+
+
+def message_of(answer: Answer) -> str:
+    """vLLM's own sentence, with the parameter that it names."""
+    error = error_in(answer)
+    return f"{error.param}: {error.message}" if error.param else error.message
+
+
+def describe(answer: Answer) -> str:
+    excerpt = answer.body[:BODY_EXCERPT].decode(errors="replace")
+    return f"the inference server answered status {answer.status}, {answer.content_type}: {excerpt!r}"
+
+
+class Verdict(Enum):
+    """The action that follows from an answer."""
+
+    READ = "the answer is a completion: decode it"
+    WAIT = "the server, or a proxy before it, does not take the sample now: wait, and send the sample again"
+    WAIT_LONGER = "a proxy got no answer from the server: wait, longer than for WAIT, and send the sample again"
+    INTERRUPTED = "the replica behind the router broke off: count an interruption, and send the sample again"
+    LOAD_ADAPTER = "the server does not know the adapter: load the adapter, and send the sample again"
+    REFUSE = "the sample cannot be computed as it was asked for: fail it, category user"
+    ASK_HEALTH = "the server failed: ask its /health whether it is dying, and send the sample again"
+    FAIL = "sending the sample again would not help: fail it, category server"
+
+
+_BY_STATUS = {
+    401: Verdict.FAIL,
+    403: Verdict.FAIL,
+    405: Verdict.FAIL,
+    408: Verdict.WAIT,
+    429: Verdict.WAIT,
+    502: Verdict.WAIT_LONGER,
+    503: Verdict.WAIT,
+    504: Verdict.WAIT_LONGER,
+}
+
+
+WORKER_INTERRUPTED = "worker_interrupted"
+"""The code of skyrl's router for a request that a replica may have processed, and did not answer."""
+
+
+def verdict_of(answer: Answer, *, has_adapter: bool) -> Verdict:
+    """`has_adapter`: whether the sample needs an adapter, which the server may have lost."""
+    status = answer.status
+    if 200 <= status < 300:
+        return Verdict.READ
+    if status == 404 and has_adapter:
+        return Verdict.LOAD_ADAPTER
+    if status == 502 and error_in(answer).code == WORKER_INTERRUPTED:
+        return Verdict.INTERRUPTED
+    if (verdict := _BY_STATUS.get(status)) is not None:
+        return verdict
+    if status >= 500:
+        return Verdict.ASK_HEALTH
+    return Verdict.REFUSE if status >= 400 else Verdict.FAIL
+
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,6 @@ from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request
 from skyrl.sampling.base_model import BaseModels, BaseModelSampling, job_for
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.metrics import RefusalMetrics
-from skyrl.sampling.pictures import is_text
 from skyrl.sampling.quotas import Quotas
 from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.futures import Outcome
@@ -96,7 +95,7 @@ class Promise(msgspec.Struct, frozen=True):
 
 
 class SampleService:
-    """Takes `asample` bodies. Where a lane has a client, this process forwards the samples. Otherwise the engine
+    """Takes `asample` bodies. Where a base model has a client, this process forwards the samples. Otherwise the engine
     samples, and `engine` is its doorbell."""
 
     def __init__(
@@ -104,7 +103,7 @@ class SampleService:
         futures: FutureStore,
         samplers: Samplers,
         sessions: Sessions,
-        lanes: BaseModels,
+        base_models: BaseModels,
         *,
         engine: Doorbell | None,
         quotas: Quotas,
@@ -113,7 +112,7 @@ class SampleService:
         self._futures = futures
         self._samplers = samplers
         self._sessions = sessions
-        self.lanes = lanes
+        self.base_models = base_models
         self._engine = engine
         self._quotas = quotas
         self._metrics = metrics or RefusalMetrics()
@@ -130,25 +129,25 @@ class SampleService:
         if self._stopping:
             self._metrics.refused("stopping")
             raise RequestError("the server is stopping; send the sample again", status=503, retry_after_s=1)
-        guessed = self.lanes.guess(body, lambda session: self._cached_base_model(session, tenant))
+        guessed = self.base_models.guess(body, lambda session: self._cached_base_model(session, tenant))
         request = decode_sample_request(body, None if guessed is None else guessed.limits().vocab_size)
-        sampler, lane = await self._resolve(request, tenant)
+        sampler, model = await self._resolve(request, tenant)
         request_id = new_request_id()
         pictures = None
-        if not is_text(request.prompt):
-            vocab_size = lane.limits().vocab_size
-            body, request, pictures = await lane.pictures.sample(body, request, vocab_size, tenant, request_id)
-        job = _job(request, request_id, sampler, lane, pictures)
-        lane.guard.check(request)
+        if not request.prompt.is_text:
+            vocab_size = model.limits().vocab_size
+            body, request, pictures = await model.pictures.sample(body, request, vocab_size, tenant, request_id)
+        job = _job(request, request_id, sampler, model, pictures)
+        model.guard.check(request)
         request.prompt.chunks.clear()  # the job has the tokens, in less memory
         if request.seq_id is not None and not 0 <= request.seq_id < 2**63:
             raise RequestError("must be in [0, 2**63)", field="seq_id")
-        entry, started = lane.gate.enter(tenant, len(body)), False
+        entry, started = model.gate.enter(tenant, len(body)), False
         try:
             entry.charge(request_id, job.most_tokens)
             request_id, new = await self._futures.record(
                 NewRequest(
-                    kind=Kind.SAMPLE if lane.client is None else Kind.EXTERNAL,
+                    kind=Kind.SAMPLE if model.client is None else Kind.EXTERNAL,
                     tenant=tenant,
                     session_id=sampler.session_id,
                     body=body,
@@ -163,8 +162,8 @@ class SampleService:
                 if request_id != job.request_id:  # an earlier try was stored under another id
                     job = replace(job, request_id=request_id)
                     entry.recorded_as(request_id)
-                if lane.client is not None:
-                    lane.forwarded.start(job, sampler, entry)
+                if model.client is not None:
+                    model.forwarded.start(job, sampler, entry)
                     started = True
                 elif self._engine is not None:
                     self.to_engine += 1
@@ -185,10 +184,10 @@ class SampleService:
         if request.sampling_session_id is None:
             raise RequestError("is missing: create a sampling session first", field=field)
         sampler = await self.open_sampler(request.sampling_session_id, tenant)
-        lane = self.lanes.of(sampler.base_model, field)
-        if lane.loaded is not None:
-            await lane.loaded.check(sampler.weights, field)
-        return sampler, lane
+        model = self.base_models.of(sampler.base_model, field)
+        if model.current_weights is not None:
+            await model.current_weights.check(sampler.weights, field)
+        return sampler, model
 
     async def open_sampler(self, sampling_session_id: str, tenant: str, field: str = "sampling_session_id") -> Sampler:
         """The tenant's sampling session, if its session is active. Raises NotFound naming `field`."""
@@ -214,20 +213,20 @@ class SampleService:
         pictures = None
         try:
             request = decode_sample_request(sample.body, None)
-            sampler, lane = await self._resolve(request, sample.tenant)
-            if not is_text(request.prompt):
-                pictures = await lane.pictures.stored_sample(request, sample.tenant)
-            job = _job(request, sample.id, sampler, lane, pictures)
+            sampler, model = await self._resolve(request, sample.tenant)
+            if not request.prompt.is_text:
+                pictures = await model.pictures.stored_sample(request, sample.tenant)
+            job = _job(request, sample.id, sampler, model, pictures)
         except RequestError as error:  # the session has ended, or the server has another base model now
             await self._futures.settle(sample.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
             return
-        entry = lane.gate.enter_again(sample.tenant, len(sample.body), sample.id, sample.not_before)
-        lane.forwarded.start(job, sampler, entry)
+        entry = model.gate.enter_again(sample.tenant, len(sample.body), sample.id, sample.not_before)
+        model.forwarded.start(job, sampler, entry)
 
     def cancel(self, request_ids: list[str]) -> None:
         """Stop forwarding these samples; vLLM stops computing them, too."""
-        for lane in self.lanes:
-            lane.forwarded.cancel(request_ids)
+        for model in self.base_models:
+            model.forwarded.cancel(request_ids)
 
     async def cancel_future(self, request_id: str, tenant: str) -> None:
         """End a pending sample as cancelled. A sample that has ended stays as it is.
@@ -247,12 +246,12 @@ class SampleService:
     @property
     def in_flight(self) -> int:
         """Samples that this process forwards now."""
-        return sum(len(lane.forwarded) for lane in self.lanes)
+        return sum(len(model.forwarded) for model in self.base_models)
 
     @property
     def forwarded(self) -> int:
         """Samples that this process has forwarded, and that have a result."""
-        return sum(lane.forwarded.completed for lane in self.lanes)
+        return sum(model.forwarded.completed for model in self.base_models)
 
     def refuse_new(self) -> None:
         """Answer new samples with 503 from now on: the server is stopping."""
@@ -266,14 +265,14 @@ class SampleService:
         """Wait up to `grace_s` until samples in flight have ended. The others stay pending, and the next start of this
         process forwards them."""
         self.cancel(list(self._quotas.waiting))  # these have not been sent yet
-        await asyncio.gather(*(lane.forwarded.drain(grace_s) for lane in self.lanes))
+        await asyncio.gather(*(model.forwarded.drain(grace_s) for model in self.base_models))
 
 
 def _job(
-    request: SampleRequest, request_id: str, sampler: Sampler, lane: BaseModelSampling, pictures: Pictures | None
+    request: SampleRequest, request_id: str, sampler: Sampler, model: BaseModelSampling, pictures: Pictures | None
 ) -> SampleJob:
-    full = lane.loaded is not None
-    limits, name = lane.limits(), lane.base_name
+    full = model.current_weights is not None
+    limits, name = model.limits(), model.base_name
     return job_for(request, request_id, sampler, limits, name, full_finetuning=full, pictures=pictures)
 
 

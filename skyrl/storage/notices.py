@@ -19,7 +19,7 @@ proxy that shares connections between clients loses all of these notices, becaus
 
 An API process has one `Notifier` for all of this. These constants say how often each receiver reads the database:
 `skyrl.engine.loop.SAFETY_POLL_S` in the engine; in an API process `skyrl.storage.futures.store.SAFETY_POLL_S` for
-requests, `skyrl.storage.futures.completion_feed.SAFETY_READ_S` for polls, `skyrl.api.readiness.POLL_S` for the engine's
+requests, `skyrl.storage.futures.completion_feed.SAFETY_READ_S` for polls, `skyrl.api.served.POLL_S` for the engine's
 state, and `skyrl.api.server.SESSION_CHECK_S` for sessions.
 """
 

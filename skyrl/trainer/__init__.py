@@ -12,7 +12,7 @@ from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.trainer.protocol import Backend
 
 if TYPE_CHECKING:
-    from skyrl.trainer.ranks.over_ranks import RankGroup
+    from skyrl.trainer.ranks.lora_backend import RankGroup
 
 BACKEND = "fsdp"
 

@@ -19,7 +19,10 @@ from skyrl.trainer.protocol import AdamParams, DeviceFault
 
 
 class Buffers(ABC):
-    """Weights with their gradient, moments and step count. Gradient and moments are flat, in the weights' order."""
+    """Weights with their gradient, moments and step count. Gradient and moments are flat, in the weights' order.
+    `shapes`: of the weights, by name."""
+
+    shapes: dict[str, tuple[int, ...]]
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -29,9 +32,9 @@ class Buffers(ABC):
         self.step = 0
 
     @property
-    @abstractmethod
     def numel(self) -> int:
         """How many weights there are."""
+        return sum(map(math.prod, self.shapes.values()))
 
     @abstractmethod
     def chunks(self, size: int) -> Iterator[tuple[Tensor, slice]]:
@@ -41,12 +44,12 @@ class Buffers(ABC):
         """A new flat buffer."""
         return torch.zeros(self.numel, device=self.device)
 
-    def accumulate(self, gradient: Tensor) -> None:
-        """Add a pass's gradient (flat, float32); takes ownership of the tensor. Allocates nothing."""
-        if self.gradient is None:
-            self.gradient = gradient
-        else:
-            self.gradient.add_(gradient)
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Named tensors that share memory with a flat buffer."""
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        return {
+            name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), flat.split(sizes), strict=True)
+        }
 
 
 class NonFiniteGradient(FloatingPointError):

@@ -34,7 +34,8 @@ def check_pass(training_pass: TrainingPass, limits: ModelLimits, losses: Mapping
             _check_targets(datum, training_pass.loss_fn, loss, limits)
             _check_inputs(datum, training_pass.loss_fn, loss)
             check_picture_targets(datum, loss)
-            check_routed_experts(datum, limits.mixture)
+            if FIELD in datum.loss_inputs:
+                check_routed_experts(datum, limits.mixture)
         except InvalidRequest as error:
             raise InvalidRequest(f"data[{index}]: {error}") from None
 

@@ -9,13 +9,12 @@ Ranks: a backend may compute on several ranks, each in its own process or on its
 the engine's process and hides the ranks. A method returns when all ranks have done their part.
 
 Files: each directory argument is a directory on the engine's host, which a rank may not see. The `Backend` object
-writes files there from tensors that the ranks send, and sends the ranks the tensors that it reads there. Most backends
-write the same files for a snapshot as for a checkpoint: `StateSnapshots`.
+writes files there from tensors that the ranks send, and sends the ranks the tensors that it reads there. It may write
+the same files for a snapshot as for a checkpoint.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,32 +232,3 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class StateSnapshots(ABC):
-    """`save_snapshot` and `restore_model` of a backend, from its other methods."""
-
-    @abstractmethod
-    def create_model(self, model_id: str, spec: LoraSpec) -> None: ...
-
-    @abstractmethod
-    def delete_model(self, model_id: str) -> None: ...
-
-    @abstractmethod
-    def save_state(self, model_id: str, directory: Path) -> None: ...
-
-    @abstractmethod
-    def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None: ...
-
-    def save_snapshot(self, model_id: str, directory: Path) -> None:
-        """Write the files of `save_state`."""
-        self.save_state(model_id, directory)
-
-    def restore_model(self, model_id: str, spec: LoraSpec, directory: Path) -> None:
-        """As `Backend.restore_model`. Also raises SafetensorError when files are damaged."""
-        self.create_model(model_id, spec)
-        try:
-            self.load_state(model_id, directory, optimizer=True)
-        except Exception:
-            self.delete_model(model_id)
-            raise

@@ -97,8 +97,8 @@ def page(codex: Codex) -> str:
     names = {name: f"`{name}` {version(name)}" for name in ("openai", "anthropic")}
     return (
         INTRODUCTION.format(codex=f"Codex {codex.version}", **names)
-        + _table("items of Responses", {kind: _item(kind) for kind in sorted(fields.KINDS)})
-        + _table("blocks of Messages", {kind: _block(kind) for kind in sorted(conversation.KINDS)})
+        + _list("items of Responses", {kind: _item(kind) for kind in sorted(fields.KINDS)})
+        + _list("blocks of Messages", {kind: _block(kind) for kind in sorted(conversation.KINDS)})
     )
 
 
@@ -114,13 +114,13 @@ def _block(kind: str) -> str:
     return SAYS[conversation.KINDS[kind]] + (f": {why}" if why else "")
 
 
-def _table(title: str, fates: Mapping[str, str]) -> str:
+def _list(title: str, fates: Mapping[str, str]) -> str:
     """One row for kinds of which the same becomes."""
     alike: dict[str, list[str]] = {}
     for kind, fate in fates.items():
         alike.setdefault(fate, []).append(f"`{kind}`")
-    rows = [f"| {', '.join(names)} | {fate} |\n" for fate, names in alike.items()]
-    return f"\n| {title} | |\n|---|---|\n{''.join(rows)}"
+    lines = [f"- {', '.join(names)}: {fate}\n" for fate, names in alike.items()]
+    return f"\n## {title}\n\n{''.join(lines)}"
 
 
 def unknown(codex: Codex) -> dict[str, list[str]]:

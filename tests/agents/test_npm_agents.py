@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from transformers import AutoTokenizer
 
-from skyrl.chat.openai import chat_templates
+from skyrl.chat.openai import messages as chat_messages
 from tests.agents.kinds import kept, kinds_of_codex
 from tests.agents.npm_packages import CannotInstall, has_namespaces, programs
 from tests.agents.scripted_vllm import ASIDE, for_template
@@ -118,7 +118,7 @@ def test_all_system_messages_are_in_the_prompt(thirty: Thirty) -> None:
     """The template refuses a second one."""
     tokenizer = AutoTokenizer.from_pretrained(str(thirty.directory / "model"))
     first = thirty.turns[0]
-    told = [message for message in first["messages"] if message["role"] in chat_templates.ROLES]
+    told = [message for message in first["messages"] if message["role"] in chat_messages.ROLES]
     prompt = tokenizer.decode(first["added_tokens"])
     assert len(told) > 1
     for message in told:
@@ -139,7 +139,7 @@ def test_a_row_reads_as_the_whole_conversation_does(thirty: Thirty) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(thirty.directory / "model"))
     messages = [message for turn in thirty.turns for message in [*turn["messages"], turn["answer"]]]
     whole: Any = tokenizer.apply_chat_template(
-        [for_template(message) for message in chat_templates.for_template(messages)],
+        [for_template(message) for message in chat_messages.for_template(messages)],
         tools=thirty.turns[0]["setting"].get("tools"),
         tokenize=False,
     )

@@ -34,9 +34,9 @@ REFUSED = "refused"
 """In the figures: what the trainer says of the architectures that it refuses, by `model_type`."""
 UNKNOWN = "unknown to this page"
 SHORT = {
-    "message 2: the template leaves out the answer's thinking": "thinking left out",
+    "message 2: the template leaves out the answer's thinking": "left out",
     "the release has no chat template": "–",
-    "vLLM renders it with code of the model's repository: each turn forks": "each turn forks",
+    "vLLM renders it with code of the model's repository: each turn forks": "forks",
 }
 """What the table says instead of a session's note; the page explains it."""
 
@@ -128,11 +128,11 @@ def text_part(model_type: str) -> str:
 
 
 def _families(measured: Figures) -> str:
-    cells = ["family", "`model_type`", "vLLM"]
-    rows = []
+    """One row for families with the same figure."""
+    alike: dict[str, list[str]] = {}
     for family, each in measured.items():
-        rows.append([ROWS.get(family, family), f"`{TRIED[family]['model_type']}`", _vllm(each)])
-    return _table(cells, rows)
+        alike.setdefault(_vllm(each), []).append(f"{ROWS.get(family, family)} (`{TRIED[family]['model_type']}`)")
+    return _table(["families, and `model_type`", "vLLM"], ([", ".join(names), gap] for gap, names in alike.items()))
 
 
 def _adapted(measured: Figures) -> str:
@@ -162,7 +162,8 @@ def _sessions(each: Mapping[str, Any]) -> list[str]:
     if not each:
         return ["not tried", "?", "?"]
     switches = ", ".join(f"`{name}: {str(value).lower()}`" for name, value in each.get("switches", {}).items())
-    chats = "; ".join(part for part in (each["source"], f"with {switches}" if switches else "") if part)
+    source = each["source"].removeprefix("the template of ").replace("its own template", "own")
+    chats = "; ".join(part for part in (source, f"with {switches}" if switches else "") if part)
     return [chats or "–", *(_turns(each[name]) for name in ("tool_loops", "user_turns"))]
 
 

@@ -6,7 +6,6 @@ from tests.environments import ROOT
 from tests.unit.inference.released_models import COOKBOOK, MODELS
 
 PAGE = ROOT / "docs" / "reference" / "parsers.md"
-READ, NAMED = "read back", "not tried"
 _HEAD = """\
 # Parsers of released models
 
@@ -14,10 +13,11 @@ Which of vLLM 0.32's parsers `skyrl serve` chooses, by the model's released chat
 ([the rule](../howto/openai.md#tools-and-thoughts)). `make tables` writes this page. [Which of these models train
 here](architectures.md#the-cookbooks-models) is on another page.
 
-*Read back*: the released template has written an answer with thoughts, a text and calls, and the parsers gave back what
-went in, whole and streamed (`tests/unit/inference/test_released_parsers.py`). *Not tried*: the template was not at
-hand, or is not what vLLM renders; the parser follows from the family's format. A stroke: no parser, so tools are
-refused, or thoughts stay in the text.
+Each line has the parsers of calls and of thoughts, and the models that get them. *Read back*: the released template has
+written an answer with thoughts, a text and calls, and the parsers gave back what went in, whole and streamed
+(`tests/unit/inference/test_released_parsers.py`). *Not tried*: the template was not at hand, or is not what vLLM
+renders; the parser follows from the family's format. A stroke: no parser, so tools are refused, or thoughts stay in the
+text; both strokes also for base models without a template.
 
 ## The cookbook's models
 
@@ -54,25 +54,25 @@ def render() -> str:
     """The whole page."""
     cookbook = [(f"`{model}`", *_found(given)) for model, given in COOKBOOK.items()]
     released = [
-        (name, model.calls, model.thoughts, READ if model.read else NAMED if model.calls or model.thoughts else "–")
+        (name, model.calls, model.thoughts, model.read)
         for name, model in sorted(MODELS.items(), key=lambda item: item[0].lower())
     ]
-    return _HEAD.format(cookbook=_table("model", cookbook), released=_table("template", released))
+    return _HEAD.format(cookbook=_lists(cookbook), released=_lists(released))
 
 
-def _found(given: str | tuple[str | None, str | None] | None) -> tuple[str | None, str | None, str]:
-    if given is None:
-        return None, None, "a base model without a template"
+def _found(given: str | tuple[str | None, str | None] | None) -> tuple[str | None, str | None, bool]:
     if isinstance(given, str):
-        return MODELS[given].calls, MODELS[given].thoughts, READ if MODELS[given].read else NAMED
-    return *given, NAMED
+        return MODELS[given].calls, MODELS[given].thoughts, MODELS[given].read
+    return *(given or (None, None)), False
 
 
-def _table(first: str, rows: list[tuple[str, str | None, str | None, str]]) -> str:
-    """One row for names of which the same is said."""
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for name, *parsers, how in rows:
-        alike.setdefault((*(f"`{each}`" if each else "–" for each in parsers), how), []).append(name)
-    cells = [(", ".join(names), *said) for said, names in alike.items()]
-    lines = [(first, "calls", "thoughts", ""), ("---",) * 4, *cells]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+def _lists(rows: list[tuple[str, str | None, str | None, bool]]) -> str:
+    """What was read back, then what was not tried: one line for names with the same parsers."""
+    parts = []
+    for title, wanted in (("Read back", True), ("Not tried", False)):
+        alike: dict[str, list[str]] = {}
+        for name, *parsers, read in rows:
+            if read == wanted:
+                alike.setdefault(" and ".join(f"`{each}`" if each else "–" for each in parsers), []).append(name)
+        parts.append(f"*{title}:*\n\n" + "\n".join(f"- {said}: {', '.join(names)}" for said, names in alike.items()))
+    return "\n\n".join(parts)

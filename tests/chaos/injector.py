@@ -1,8 +1,8 @@
 """Injects the planned faults. Before each fault it waits until the server has recovered far enough to survive it.
 
-The injector avoids two faults that the server does not survive by design: a command fails if the engine dies twice
-while the command runs (docs/decisions/poison-commands.md), and a sample fails in the end if vLLM dies again and again
-while the sample runs.
+The injector avoids two faults that the server does not survive by design (docs/decisions/interrupted-samples.md): a
+command fails if the engine dies twice while the command runs, and a sample fails in the end if vLLM dies again and
+again while the sample runs.
 """
 
 from __future__ import annotations

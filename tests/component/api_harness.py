@@ -49,7 +49,7 @@ class Api:
     @property
     def usage(self) -> UsageCounter:
         """Counts what the samples of the process have used."""
-        return cast(Any, self.services.served[0].lane.gate.count).__self__
+        return cast(Any, self.services.served[0].sampling.gate.count).__self__
 
     async def finish(self, sampler: str) -> httpx.Response:
         return await self.post(f"sessions/{session_of(sampler)}/finish", {})

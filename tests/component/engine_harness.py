@@ -37,8 +37,7 @@ from skyrl.storage.checkpoint_store.base import MANIFEST, NotStored
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.storage.db.checkpoints import checkpoints
-from skyrl.storage.db.claims import Fence, FencedDatabase
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.database import Database, Fence, FencedDatabase
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.models import Model, add_model, models
 from skyrl.storage.db.sessions import Session, Sessions

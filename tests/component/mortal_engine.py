@@ -23,8 +23,7 @@ from skyrl.engine.build import EngineParts, build_engine
 from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.threads import EngineSignals
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.storage.db.claims import Fence, FencedDatabase
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.database import Database, Fence, FencedDatabase
 from skyrl.storage.doorbell import SESSIONS
 from skyrl.trainer.protocol import AdamParams, InvalidRequest, ModelLimits, PassResult, TrainingPass
 from tests.engine_process import claim_for_tests

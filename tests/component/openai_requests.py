@@ -14,7 +14,8 @@ from fake_upstream import Received, Reply, reply
 from sqlalchemy import insert, select
 
 from skyrl.api.access import tenant_of_key
-from skyrl.api.app import HttpTable, create_app
+from skyrl.api.app import create_app
+from skyrl.api.table import HttpTable
 from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.columns import lora_values

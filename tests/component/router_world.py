@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import aiohttp
 
@@ -19,6 +21,8 @@ from skyrl.runtime.processes.ports import listen
 CONNECTIONS = 4
 """Unused connections to each worker with which a router of `short_way` starts."""
 
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+"""The head of an answer in chunks."""
 HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -74,6 +78,32 @@ Script = Callable[[Exchange], Awaitable[None]]
 
 async def echo(exchange: Exchange) -> None:
     await exchange.answer(exchange.request.body)
+
+
+async def until_left(exchange: Exchange) -> None:
+    """Wait until the router closes the connection."""
+    await exchange.client_closed.wait()
+
+
+async def break_off(exchange: Exchange) -> None:
+    exchange.break_off()
+
+
+def steps(*parts: bytes | asyncio.Event | Callable[..., Any]) -> Script:
+    """A script that sends bytes, waits for events, runs other scripts, and calls functions, in this order."""
+
+    async def script(exchange: Exchange) -> None:
+        for part in parts:
+            if isinstance(part, bytes):
+                await exchange.send(part)
+            elif isinstance(part, asyncio.Event):
+                await part.wait()
+            elif inspect.iscoroutinefunction(part):
+                await part(exchange)
+            else:
+                part()
+
+    return script
 
 
 class FakeWorker:
@@ -187,9 +217,9 @@ async def running_router(
         open_router(replace(defaults, **options)) as router,  # type: ignore[arg-type]
         aiohttp.ClientSession(auto_decompress=False, connector=aiohttp.TCPConnector(limit=0)) as session,
     ):
-        if router.lane is not None and short_way:
-            await open_connections(router.lane, workers)
-        http = connection_class(router if short_way else replace(router, lane=None))
+        if router.rule is not None and short_way:
+            await open_connections(router.rule, workers)
+        http = connection_class(router if short_way else replace(router, rule=None))
         server = PromptServer(router.app, date_header=False, drain_s=1, http=http)
         serving = asyncio.create_task(server.serve(sockets))
         try:
@@ -203,8 +233,8 @@ async def running_router(
             await serving
 
 
-async def open_connections(lane: FastPathRule, workers: Sequence[FakeWorker]) -> None:
-    connections = lane.proxy.connections
+async def open_connections(rule: FastPathRule, workers: Sequence[FakeWorker]) -> None:
+    connections = rule.proxy.client.pool
     for worker in workers:
         origin = address_of(worker.url).origin
         opened = [await connect(origin) for _ in range(CONNECTIONS)]

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl.api.access import tenant_of_key, user_urn
+from skyrl.api.error_answers import MESSAGES
 from skyrl.api.routes.agent_sessions import ROUTE as AGENT_SESSIONS
-from skyrl.api.routes.chats import MESSAGES, PREFIXES
+from skyrl.api.routes.chats import PREFIXES
 
 BASE = "acme/base"
 OWNER, STRANGER = "tml-owner", "tml-stranger"

@@ -19,10 +19,11 @@ import zstandard
 from fastapi.routing import APIRoute
 from sqlalchemy import func, insert, select
 
-from skyrl.api.app import HttpTable, create_app
-from skyrl.api.routes.chats import is_anthropic, is_openai
+from skyrl.api.app import create_app
+from skyrl.api.error_answers import is_anthropic, is_openai
 from skyrl.api.server import open_services
 from skyrl.api.services import Services
+from skyrl.api.table import HttpTable
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.base.wire import tinker_pb2 as pb

@@ -20,11 +20,12 @@ import pytest_asyncio
 from one_turn import turn
 from sqlalchemy import insert, select
 
-from skyrl.api.app import HttpTable, create_app
+from skyrl.api.app import create_app
 from skyrl.api.routes import futures as polls
 from skyrl.api.routes.agent_sessions import ROUTE as AGENT_SESSIONS
 from skyrl.api.server import open_services
 from skyrl.api.services import Services
+from skyrl.api.table import HttpTable
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.chat.openai.service import Asked, OpenAIService
@@ -210,7 +211,7 @@ def rows_of_the_page() -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
     for line in page.partition("## Not served")[0].splitlines():
         methods: list[str] = []
-        for named in re.findall(r"`([^`]+)`", line.split("|")[1]) if line.startswith("| `") else []:
+        for named in re.findall(r"`([^`]+)`", line.split("`: ")[0] + "`") if line.startswith("- `") else []:
             method, _, path = named.partition(" ")
             methods.append(method)
             if path:  # a method without a path shares the path of the next method

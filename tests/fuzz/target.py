@@ -12,7 +12,7 @@ import httpx
 import psutil
 from hypothesis import HealthCheck, Phase, settings
 
-from skyrl.api.routes.chats import is_anthropic, is_openai
+from skyrl.api.error_answers import is_anthropic, is_openai
 from skyrl.base.wire import tinker_pb2 as pb
 from tests.e2e.mortal_server import MortalServer
 

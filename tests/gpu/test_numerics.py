@@ -16,8 +16,8 @@ from peft import PeftModel
 from torch import Tensor
 
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer.passes import micro_batch
 from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
+from skyrl.trainer.ranks import lora_rank
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.gpu.figures import FIGURES
 from tests.gpu.support import (
@@ -178,7 +178,7 @@ def test_merged_passes_are_as_close_to_float32_as_separate_ones(
 ) -> None:
     """Models of rank 1, 8 and 32 with two passes each share micro-batches, and grouped products: a CPU takes them for
     this test."""
-    monkeypatch.setattr(micro_batch, "groups_adapters", lambda device: True)
+    monkeypatch.setattr(lora_rank, "groups_adapters", lambda device: True)
     path = build(NUMERICS, bases)
     ranks = (1, 8, 32)
     queue = [
@@ -221,7 +221,7 @@ def test_weights_that_are_not_finite_do_not_reach_models_in_the_same_grouped_pro
     bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int
 ) -> None:
     """Models of rank 1, 8 and 32, padded to rank 32. One has no finite weights."""
-    monkeypatch.setattr(micro_batch, "groups_adapters", lambda device: True)
+    monkeypatch.setattr(lora_rank, "groups_adapters", lambda device: True)
     ranks = (1, 8, 32)
     others = [rank for rank in ranks if rank != broken]
     queue = [_train(f"r{rank}", texts(rank, VOCAB, 40, 9)) for rank in ranks]

@@ -13,7 +13,7 @@ from skyrl.base.tiny import model_path
 from skyrl.chat.agents.rendering.continuation import ContinuationTokenizer, Continued, Kept, Step
 from skyrl.chat.agents.rendering.loaded_models import FileTokens, Habits, habits_of
 from skyrl.chat.agents.rendering.renderer import CannotRender, ChatTemplate, Renderer, Setting, tools_of
-from skyrl.chat.openai import chat_templates
+from skyrl.chat.openai import messages as chat_messages
 from tests.released_sessions import by_vllm
 from tests.released_sessions.scripts import TOOLS, Script, scripts
 
@@ -62,9 +62,9 @@ class Model:
 
     def whole(self, messages: Sequence[dict[str, Any]], tools: bool, begins: bool = True) -> str:
         """By vLLM's and transformers' own code where that can be. Raises by_vllm.Refused."""
-        placed = chat_templates.for_template(messages)
+        placed = chat_messages.for_template(messages)
         if not self.renderer.has_system_role:
-            placed = chat_templates.without_the_role(placed)
+            placed = chat_messages.without_the_role(placed)
         if self._by_vllm and isinstance(self.renderer, ChatTemplate):
             given = TOOLS if tools else None
             text = self.renderer.text_for(tools=tools)
@@ -197,7 +197,7 @@ def _stops(renderer: Renderer) -> list[str]:
         (first, answer), (second, _), *_ = script.turns
         try:
             text = renderer.render(
-                chat_templates.for_template([*first, answer, *second]),
+                chat_messages.for_template([*first, answer, *second]),
                 Setting(tools=tools_of(TOOLS) if script.tools else None),
             )
         except CannotRender:

@@ -18,9 +18,8 @@ from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.protocol import Backend, Datum, PassResult, TrainingPass
 from skyrl.trainer.ranks.full_backend import FullBackend
 from skyrl.trainer.ranks.full_rank import FullRank
-from skyrl.trainer.ranks.lora_backend import LoraBackend
+from skyrl.trainer.ranks.lora_backend import LoraBackend, rank_settings
 from skyrl.trainer.ranks.lora_rank import LoraRank
-from skyrl.trainer.ranks.over_ranks import rank_settings
 from tests.local_ranks import LocalRanks
 
 VOCAB, CONTEXT = 97, 160

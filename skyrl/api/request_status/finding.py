@@ -101,13 +101,13 @@ class StatusFinder:
 
     async def of_request(self, request_id: str, kind: Kind, tenant: str) -> RequestStatus:
         """Where a pending request of the tenant stands."""
-        lane = self._sampling.lanes.with_sample(request_id)
+        model = self._sampling.base_models.with_sample(request_id)
         if self._quotas.in_use:
-            pause = await self._quotas.pause_of(request_id, tenant, started=lane is not None)
+            pause = await self._quotas.pause_of(request_id, tenant, started=model is not None)
             if pause is not None:
                 return paused_by_quota(pause)
-        if lane is not None and (progress := lane.forwarded.progress(request_id)) is not None:
-            return of_forwarded(progress, lane.forwarded.adapters_in_flight(), lane.places, lane.why_away())
+        if model is not None and (progress := model.forwarded.progress(request_id)) is not None:
+            return of_forwarded(progress, model.forwarded.adapters_in_flight(), model.places, model.why_away())
         base_model = await self._database.read_async(lambda c: rows.base_model_of(c, request_id))
         engine = self._engine_of(base_model or "")
         if kind is Kind.EXTERNAL:

@@ -8,16 +8,18 @@ belongs to (`AgentChats`)."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from skyrl.api.call import Call, EventStream, gone, reply
-from skyrl.api.route import Body
+from skyrl.api.call import Body, Call, reply
+from skyrl.api.error_answers import MESSAGES
 from skyrl.api.routing import Routes
 from skyrl.api.served import ServedModel
 from skyrl.api.services import Services
@@ -32,10 +34,93 @@ from skyrl.chat.dialects.dialect import AnswerEncoder, ChatEncoder, TranslatedRe
 from skyrl.chat.openai.errors import TOO_LONG_CODE, DoesNotFit, OpenAIError
 from skyrl.chat.openai.fields import ChatFields, CompletionFields, GenerateFields
 from skyrl.chat.openai.generation import CHAT, GENERATE, Generation, chat, completion, generate, model_in
-from skyrl.chat.openai.service import Asked, OpenAIService
+from skyrl.chat.openai.service import Asked, ClientGone, InFlight, OpenAIService
+from skyrl.runtime.processes.logs import about_request
 from skyrl.storage.futures.store import LARGE_BODY_BYTES
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the client has closed its connection. The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """If the stream fails after its first event, it ends with what `failed` makes of the error. If the client reads too
+    slowly, the stream ends at its deadline (in the event loop's time), and with it all that it holds."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        failed: Callable[[RequestError], bytes],
+        in_flight: InFlight,
+        request_id: str,
+        deadline: float,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+        self._failed = failed
+        self._in_flight = in_flight
+        self._request_id = request_id
+        self._deadline = deadline
+
+    @classmethod
+    async def begin(
+        cls,
+        events: AsyncGenerator[bytes, None],
+        failed: Callable[[RequestError], bytes],
+        in_flight: InFlight,
+        request: Request,
+        request_id: str,
+        deadline_s: float,
+    ) -> EventStream:
+        """Wait for the first of the framed events. After it the stream may last `deadline_s`. Raises what the events
+        raise before it."""
+
+        async def first() -> bytes:
+            return await anext(events)
+
+        try:
+            begun = await in_flight.run(first(), gone(request.receive))
+            deadline = asyncio.get_running_loop().time() + deadline_s
+            return cls(begun, events, failed, in_flight, request_id, deadline)
+        except BaseException:
+            await events.aclose()
+            raise
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                await self._in_flight.run(self._send_events(send), gone(receive))
+                last = b""
+            except ClientGone:
+                return
+            except TimeoutError:  # nothing more can be sent: what was sent before waits to be read
+                logger.warning("a client did not read its stream in time", extra=about_request(self._request_id))
+                return
+            except RequestError as error:
+                last = self._failed(error)
+            except Exception as error:  # the answer has begun: the log has the error, and the stream its class
+                logger.exception("a stream failed", extra=about_request(self._request_id))
+                last = self._failed(RequestError(f"internal error: {type(error).__name__}", status=500))
+            await send({"type": "http.response.body", "body": last})
+        finally:
+            await self._events.aclose()
+
+    async def _send_events(self, send: Send) -> None:
+        async with asyncio.timeout_at(self._deadline):
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for framed in self._events:
+                await send({"type": "http.response.body", "body": framed, "more_body": True})
 
 
 class Generating:
@@ -55,7 +140,7 @@ class Generating:
         self._in_flight.check_open()
 
     async def answer(
-        self, call: Call, body: bytes, check: Callable[..., Generation], speaker: AnswerEncoder
+        self, call: Call, body: bytes, check: Callable[..., Generation], encoder: AnswerEncoder
     ) -> Response:
         """The answer ends where the context does, if that is before the `max_tokens` of the request."""
         self.check_open()
@@ -69,18 +154,18 @@ class Generating:
         service = service_of(model)
         asked = Asked(request, target, call.tenant, call.id, len(body))
         try:
-            return await self._answered(call, service, asked, speaker)
+            return await self._answered(call, service, asked, encoder)
         except DoesNotFit:  # a server that does not cut max_tokens by itself, as vLLM does
             fitting = await service.fitting(asked) if request.path == CHAT else asked
             if fitting is asked:
                 raise
-        return await self._answered(call, service, fitting, speaker)
+        return await self._answered(call, service, fitting, encoder)
 
-    async def _answered(self, call: Call, service: OpenAIService, asked: Asked, speaker: AnswerEncoder) -> Response:
+    async def _answered(self, call: Call, service: OpenAIService, asked: Asked, encoder: AnswerEncoder) -> Response:
         if asked.request.stream:
-            return await self.stream(call, spoken(service.stream(asked), speaker), speaker)
+            return await self.stream(call, framed_events(service.stream(asked), encoder), encoder)
         answer = await self.while_there(call, service.answer(asked))
-        return Response(speaker.whole(answer), media_type="application/json")
+        return Response(encoder.whole(answer), media_type="application/json")
 
     async def count(self, call: Call, body: bytes) -> int:
         """How many tokens the prompt of a chat has. Raises RequestError."""
@@ -94,10 +179,10 @@ class Generating:
         """The result of `work`, which ends if the client goes. Raises ClientGone, and what `work` raises."""
         return await self._in_flight.run(work, gone(call.request.receive))
 
-    async def stream(self, call: Call, events: AsyncGenerator[bytes, None], speaker: AnswerEncoder) -> Response:
+    async def stream(self, call: Call, events: AsyncGenerator[bytes, None], encoder: AnswerEncoder) -> Response:
         """Framed events as the answer of a call."""
         deadline_s = self._services.config.forwarding_deadline_s
-        return await EventStream.begin(events, speaker.failed, self._in_flight, call.request, call.id, deadline_s)
+        return await EventStream.begin(events, encoder.failed, self._in_flight, call.request, call.id, deadline_s)
 
 
 def release(call: Call) -> None:
@@ -112,29 +197,18 @@ def service_of(model: ServedModel) -> OpenAIService:
     return model.openai
 
 
-async def spoken(chunks: AsyncGenerator[bytes, None], speaker: AnswerEncoder) -> AsyncGenerator[bytes, None]:
+async def framed_events(chunks: AsyncGenerator[bytes, None], encoder: AnswerEncoder) -> AsyncGenerator[bytes, None]:
     """The framed events of an answer's chunks."""
     try:
         async for chunk in chunks:
-            if framed := speaker.events(chunk):
+            if framed := encoder.events(chunk):
                 yield framed
-        yield speaker.end()
+        yield encoder.end()
     finally:
         await chunks.aclose()
 
 
 PREFIXES = ("/oai/api/v1", "/v1")
-MESSAGES = "/v1/messages"
-
-
-def is_openai(path: str) -> bool:
-    """Whether a path is under the prefixes of these routes: then errors have OpenAI's shape."""
-    return path.startswith(("/oai/", "/v1/", "/inference/"))
-
-
-def is_anthropic(path: str) -> bool:
-    """Whether errors of a path have Anthropic's shape."""
-    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
 def completion_routes(services: Services) -> Routes:
@@ -192,10 +266,10 @@ class AgentChats:
         release(call)
         turn = await self._turns.begin(asked)
         if request.chat.get("stream"):
-            events = self._events(turn, asked, request.speaker)
-            return await self._generating.stream(call, events, request.speaker)
+            events = self._events(turn, asked, request.encoder)
+            return await self._generating.stream(call, events, request.encoder)
         body = await self._generating.while_there(call, self._turns.whole(turn, asked))
-        return Delivered(request.speaker.whole(body), lambda: self._turns.delivered(turn, asked))
+        return Delivered(request.encoder.whole(body), lambda: self._turns.delivered(turn, asked))
 
     async def count(self, call: Call, chat: dict[str, Any], size: int) -> int:
         """How many tokens the prompt of a chat has. Raises RequestError."""
@@ -211,9 +285,9 @@ class AgentChats:
         return found
 
     async def _events(
-        self, turn: RunningTurn, asked: TurnRequest, speaker: AnswerEncoder
+        self, turn: RunningTurn, asked: TurnRequest, encoder: AnswerEncoder
     ) -> AsyncGenerator[bytes, None]:
-        async for event in spoken(self._turns.chunks(turn, asked), speaker):
+        async for event in framed_events(self._turns.chunks(turn, asked), encoder):
             yield event
         self._turns.delivered(turn, asked)  # the last event was taken
 
@@ -286,21 +360,22 @@ def chat_routes(services: Services) -> Routes:
             turn = previous.removeprefix(RESPONSE_ID)
             before = await agents.history(call, turn, "previous_response_id")
         new_id = new_request_id()
-        spoken = await _read(body, responses.to_chat, before, RESPONSE_ID + new_id)
+        translated = await _read(body, responses.to_chat, before, RESPONSE_ID + new_id)
         try:
-            return await answer(call, spoken, "responses", len(body), new_id)
+            return await answer(call, translated, "responses", len(body), new_id)
         except OpenAIError as error:
-            if spoken.chat.get("stream") and error.code == TOO_LONG_CODE:  # Codex compacts only where a stream says so
-                return Response(spoken.speaker.failed(error), media_type="text/event-stream")
+            if translated.chat.get("stream") and error.code == TOO_LONG_CODE:
+                # Codex compacts only where a stream says so
+                return Response(translated.encoder.failed(error), media_type="text/event-stream")
             raise
 
-    async def answer(call: Call, spoken: TranslatedRequest, dialect: str, size: int, turn_id: str) -> Response:
+    async def answer(call: Call, translated: TranslatedRequest, dialect: str, size: int, turn_id: str) -> Response:
         if call.caller.agent_session is not None:
-            return _noted(await agents.answer(call, spoken, dialect, size, turn_id), spoken)
-        if spoken.chat.get("stream"):
-            spoken.chat["stream_options"] = {"include_usage": True}
-        body = msgspec.json.encode(spoken.chat)
-        return _noted(await generating.answer(call, body, chat, spoken.speaker), spoken)
+            return _noted(await agents.answer(call, translated, dialect, size, turn_id), translated)
+        if translated.chat.get("stream"):
+            translated.chat["stream_options"] = {"include_usage": True}
+        body = msgspec.json.encode(translated.chat)
+        return _noted(await generating.answer(call, body, chat, translated.encoder), translated)
 
     for prefix in PREFIXES:
         body = Body(ChatFields, read_as=bytes, bound="sample")
@@ -317,7 +392,7 @@ def _chat_fields(body: bytes) -> dict[str, Any]:
     return {name: raw_value(raw, name) for name, raw in raw_fields(body).items()}
 
 
-def _noted(answer: Response, spoken: TranslatedRequest) -> Response:
-    if spoken.left_out:
-        answer.headers[LEFT_OUT] = "; ".join(spoken.left_out)[:1000].encode("ascii", "replace").decode()
+def _noted(answer: Response, translated: TranslatedRequest) -> Response:
+    if translated.left_out:
+        answer.headers[LEFT_OUT] = "; ".join(translated.left_out)[:1000].encode("ascii", "replace").decode()
     return answer

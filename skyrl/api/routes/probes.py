@@ -59,7 +59,7 @@ def probe_routes(services: Services) -> Routes:
                 "version": __version__,
                 "api_process": services.process_id,
                 "samples": {
-                    "mode": "colocated" if services.served[0].lane.client is None else "forwarded",
+                    "mode": "colocated" if services.served[0].sampling.client is None else "forwarded",
                     "forwarded": services.sampling.forwarded,
                     "engine": services.sampling.to_engine,
                     "in_flight": services.sampling.in_flight,
@@ -76,7 +76,7 @@ def probe_routes(services: Services) -> Routes:
 
 async def _inference(model: ServedModel) -> dict[str, object]:
     """What this process knows of the inference servers of one base model."""
-    client, replicas = model.lane.client, model.readiness.replicas
+    client, replicas = model.sampling.client, model.readiness.replicas
     shown: dict[str, object] = {
         "forwarding": {} if client is None else dict(client.counts),
         "inference_generation": model.watch.state.generation,

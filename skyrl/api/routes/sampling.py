@@ -7,8 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from skyrl.api.call import Call, reply, with_note
-from skyrl.api.route import Body
+from skyrl.api.call import Body, Call, reply, with_note
 from skyrl.api.routing import Routes
 from skyrl.api.served import ServedModel
 from skyrl.api.services import Services
@@ -77,8 +76,8 @@ def sampling_routes(services: Services) -> Routes:
             model, base_model = services.served.named(body.base_model), body.base_model
         else:
             raise RequestError("give base_model or model_path", field="model_path")
-        if (loaded := model.lane.loaded) is not None:
-            await loaded.check(weights, "base_model" if body.model_path is None else "model_path")
+        if (current_weights := model.sampling.current_weights) is not None:
+            await current_weights.check(weights, "base_model" if body.model_path is None else "model_path")
         sampler = Sampler(sampler_id, session.id, tenant, base_model, body.model_path, weights)
         check = services.quotas.sampling_sessions(tenant)
         stored = await services.samplers.create(sampler, body.sampling_session_seq_id, saved, check)

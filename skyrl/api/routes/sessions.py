@@ -9,8 +9,7 @@ from fastapi import Query
 from starlette.responses import Response
 
 from skyrl.api.access import user_urn
-from skyrl.api.call import Call, reply, strings
-from skyrl.api.route import Body
+from skyrl.api.call import Body, Call, reply, strings
 from skyrl.api.routing import AccessScope, Routes
 from skyrl.api.services import Services
 from skyrl.base.wire.errors import NotFound, RequestError

@@ -12,8 +12,7 @@ import msgspec
 from starlette.responses import Response
 
 from skyrl.api.bodies import body_format
-from skyrl.api.call import Call, reply
-from skyrl.api.route import Body, Struct
+from skyrl.api.call import Body, Call, Struct, reply
 from skyrl.api.routing import Routes
 from skyrl.api.services import Services
 from skyrl.base.types.requests import PASSES, Kind, NewRequest, new_request_id
@@ -90,7 +89,7 @@ async def submit(
         raise RequestError("must be in [0, 2**63)", field="seq_id")
     request_id, of_pictures = new_request_id(), 0
     if kind in PASSES:
-        pictures = services.served.of(model.base_model).lane.pictures
+        pictures = services.served.of(model.base_model).sampling.pictures
         body, of_pictures = await pictures.training(body, encoding, model.tenant, request_id)
     tokens = await _tokens_to_charge(services, kind, model.tenant, body, encoding, of_pictures)
     with services.quotas.charged(model.tenant, tokens) as charge:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 from starlette.responses import Response
 
-from skyrl.api.call import Call, reply
-from skyrl.api.route import Body
+from skyrl.api.call import Body, Call, reply
 from skyrl.api.routes.models import check_new_model, check_optimizer, described, free_place
 from skyrl.api.routes.training import command_of, submit, submit_sequenced
 from skyrl.api.routing import Routes

@@ -81,7 +81,7 @@ def _base_model(model: ServedModel, servable: int, vllm: list[dict[str, float]])
             "away_since": activity.inference_away_since,
         },
         "models": _models(activity),
-        "adapters": {"servable": servable, "places": model.lane.places},
+        "adapters": {"servable": servable, "places": model.sampling.places},
         "vllm": vllm,
     }
 

@@ -166,6 +166,12 @@ class Chunk(msgspec.Struct):
 class ModelInput(msgspec.Struct):
     chunks: list[Chunk]
 
+    @property
+    def is_text(self) -> bool:
+        """Whether all chunks are text. Quick for the one chunk that most prompts have."""
+        chunks = self.chunks
+        return (len(chunks) == 1 and chunks[0].tokens is not None) or all(chunk.tokens is not None for chunk in chunks)
+
 
 class Distribution(msgspec.Struct):
     """From which distribution each token is drawn. vLLM has all these fields under the same names, so a new field gets

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl.base.types.agents import AgentTurn, ForkReason
-from skyrl.chat.openai import chat_templates
 from skyrl.chat.openai.fields import WITHOUT_EFFECT, tools_without_echoes
+from skyrl.chat.openai.messages import ROLES
 
 DIGEST_BYTES = 16
 SETTING = ("tools", "chat_template_kwargs", "reasoning_effort", "documents")
@@ -76,7 +76,7 @@ def request_key(prefix: bytes, fields: Mapping[str, Any]) -> bytes:
 def fingerprint_of(message: Mapping[str, Any]) -> MessageFingerprint:
     """Of an OpenAI chat message. It need not be well formed: requests are placed before they are checked."""
     role = str(message.get("role", ""))
-    role = "system" if role in chat_templates.ROLES else role
+    role = "system" if role in ROLES else role
     text = text_of(message.get("content"))
     if role != "assistant":
         return MessageFingerprint(role, digest(text.encode(errors="surrogatepass")))

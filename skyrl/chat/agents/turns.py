@@ -23,8 +23,7 @@ from skyrl.base.types.agents import AgentTurn, ForkReason, VersionSpan
 from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.base.wire.errors import RequestError
 from skyrl.chat.agents.answers import Answers, bare
-from skyrl.chat.agents.live_sessions import LiveSession, LiveSessions, RunningTurn
-from skyrl.chat.agents.metrics import AgentMetrics
+from skyrl.chat.agents.live_sessions import AgentMetrics, LiveSession, LiveSessions, RunningTurn
 from skyrl.chat.agents.planning import Plan, Planner, TurnRequest
 from skyrl.chat.agents.tree import request_key
 from skyrl.chat.openai.errors import OpenAIError

@@ -50,7 +50,7 @@ class TranslatedRequest:
     sentence each what of the request has no effect, such as a tool that this server cannot serve."""
 
     chat: dict[str, Any]
-    speaker: AnswerEncoder
+    encoder: AnswerEncoder
     left_out: tuple[str, ...] = field(default=())
 
 

@@ -15,7 +15,7 @@ import msgspec
 from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.wire.errors import RequestError
 from skyrl.http.answers import Answer
-from skyrl.sampling.verdict import describe
+from skyrl.sampling.servers import error_in
 
 TOO_LONG = "This model's maximum context length is"
 """The beginning of vLLM's sentence about a prompt that does not fit. litellm recognizes the error by these words."""
@@ -128,15 +128,6 @@ _WITHOUT_TEMPLATE = (
 )
 
 
-class _Detail(msgspec.Struct):
-    message: str = ""
-    param: str | None = None
-
-
-class _Refusal(msgspec.Struct):
-    error: _Detail | str
-
-
 _UNKNOWN = ContextLimits()
 
 
@@ -152,12 +143,8 @@ def refusal_of(
     the request's field for the prompt, `max_tokens` what the request asks for."""
     if answer.status == 404:
         return model_not_found(shown)
-    try:
-        detail = msgspec.json.decode(answer.body, type=_Refusal).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        detail = describe(answer)
-    message, param = (detail, None) if isinstance(detail, str) else (detail.message or describe(answer), detail.param)
-    message = message.replace(hidden, shown)
+    error = error_in(answer)
+    message, param = error.message.replace(hidden, shown), error.param
     for flag, (at_fault, sentence) in _FLAGS.items():
         if flag in message:
             return OpenAIError(sentence, status=answer.status, param=at_fault)

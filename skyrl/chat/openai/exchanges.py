@@ -27,8 +27,16 @@ from skyrl.http.client import CONTROL_ANSWER_BYTES, AnswerStream, HttpClient
 from skyrl.http.connection import Interrupted
 from skyrl.sampling.completion import STOP_TOKEN, AbortedAnswer, AnswerUsage, MalformedAnswer
 from skyrl.sampling.metrics import Used
-from skyrl.sampling.servers import NOT_TOLD, Endpoint, OtherWeights, Span, check_began, spans_in
-from skyrl.sampling.verdict import describe, server_failure
+from skyrl.sampling.servers import (
+    NOT_TOLD,
+    Endpoint,
+    OtherWeights,
+    Span,
+    check_began,
+    describe,
+    server_failure,
+    spans_in,
+)
 
 DONE = b"[DONE]"
 """The last event of a complete stream."""

@@ -16,7 +16,6 @@ import msgspec
 from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.wire.decoding import decode_json, decode_part, raw_fields, raw_value
 from skyrl.base.wire.errors import RequestError, whose_vocabulary
-from skyrl.chat.openai import chat_templates
 from skyrl.chat.openai.answer_shape import (
     Size,
     check_prompt,
@@ -25,7 +24,6 @@ from skyrl.chat.openai.answer_shape import (
     check_structured_outputs,
     check_tools,
 )
-from skyrl.chat.openai.chat_templates import EFFORT_FIELDS, with_taken_effort
 from skyrl.chat.openai.errors import OpenAIError, too_long
 from skyrl.chat.openai.fields import (
     REFUSED_OF_GENERATE,
@@ -40,7 +38,15 @@ from skyrl.chat.openai.fields import (
     accepted,
     tools_without_echoes,
 )
-from skyrl.chat.openai.messages import ChatPicture, check_template_arguments, checked_messages
+from skyrl.chat.openai.messages import (
+    EFFORT_FIELDS,
+    ChatPicture,
+    check_template_arguments,
+    checked_messages,
+    for_template,
+    with_taken_effort,
+    without_the_role,
+)
 from skyrl.sampling.job import MAX_SEED, MAX_STOP_STRINGS
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
@@ -89,7 +95,7 @@ class Generation:
 
     @property
     def prompt_tokens(self) -> int:
-        """About how many tokens all prompts have together; see `skyrl.sampling.order.Work`."""
+        """About how many tokens all prompts have together; see `skyrl.sampling.gate.Work`."""
         return self.size.likely_prompt
 
     @property
@@ -123,7 +129,7 @@ class Generation:
         """The same request for a chat template that knows no system messages."""
         if self.path != CHAT:
             return self
-        messages = chat_templates.without_the_role(self.fields["messages"])
+        messages = without_the_role(self.fields["messages"])
         return replace(self, fields=self.fields | {"messages": messages})
 
     def with_effort(self, taken: Sequence[str]) -> Generation:
@@ -208,7 +214,7 @@ def chat(body: bytes, limits: ContextLimits, *, grammars: bool = False) -> Gener
         prompt_topk=echoed if given.prompt_logprobs is None else given.prompt_logprobs,
         topk_field="top_logprobs",
     )
-    checked: dict[str, Any] = {**fields, "messages": chat_templates.for_template(messages)}
+    checked: dict[str, Any] = {**fields, "messages": for_template(messages)}
     return _generation(CHAT, given, checked, size, limits, grammars, pictures)
 
 

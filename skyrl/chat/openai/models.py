@@ -47,13 +47,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Base:
-    """A base model under its names. `paths` are names that clients may use, and that are not listed. `loaded` is None
-    if the inference server never changes its weights."""
+    """A base model under its names. `paths` are names that clients may use, and that are not listed. `current_weights`
+    is None if the inference server never changes its weights."""
 
     served_names: tuple[str, ...]
     paths: tuple[str, ...]
     limits: Callable[[], ContextLimits]
-    loaded: CurrentWeightsCheck | None = None
+    current_weights: CurrentWeightsCheck | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,14 +74,14 @@ class Base:
     def target_of(self, name: str, base_model: str, weights: WeightsRef, number: int) -> Target:
         """Weights of this base model, which has the name `base_model` where they are stored. Raises OpenAIError."""
         try:
-            full = self.loaded is not None
+            full = self.current_weights is not None
             served = served_name(weights, self.served_names[0], "model", full_finetuning=full)
         except RequestError as error:
             raise _refused(str(error)) from error
         return Target(name, served, base_model, weights, version=self.version(weights), number=number)
 
     def version(self, weights: WeightsRef) -> str | None:
-        return None if self.loaded is None else served_version(weights)
+        return None if self.current_weights is None else served_version(weights)
 
 
 class ModelNames:
@@ -95,7 +95,7 @@ class ModelNames:
         """`name` None is the only base model. Raises OpenAIError: 404 for what does not exist for this tenant, and for
         weights that are not loaded any more; 400 for a checkpoint of another base, and without a name on a server of
         several base models."""
-        return await self._loaded(await self._find(self._only() if name is None else name, tenant))
+        return await self._checked(await self._find(self._only() if name is None else name, tenant))
 
     def _only(self) -> str:
         """The first name of the only base model. Raises OpenAIError."""
@@ -104,10 +104,10 @@ class ModelNames:
             raise _refused(f"model: is missing; there is: {', '.join(names)}")
         return names[0]
 
-    async def _loaded(self, target: Target) -> Target:
+    async def _checked(self, target: Target) -> Target:
         """Raises OpenAIError 404 for weights that were replaced."""
-        loaded = self._bases[target.number].loaded
-        if loaded is not None and (replaced := await loaded.replaced(target.weights)) is not None:
+        current_weights = self._bases[target.number].current_weights
+        if current_weights is not None and (replaced := await current_weights.replaced(target.weights)) is not None:
             raise OpenAIError(replaced, status=404, param="model", code="model_not_found")
         return target
 
@@ -128,7 +128,7 @@ class ModelNames:
         number = self._number(base_model)
         if number is None:
             raise _refused(f"{base_model!r} is not served here any more")
-        return await self._loaded(self._bases[number].target_of(name, base_model, weights, number))
+        return await self._checked(self._bases[number].target_of(name, base_model, weights, number))
 
     async def _find(self, name: str, tenant: str) -> Target:
         for number, base in enumerate(self._bases):
@@ -169,7 +169,7 @@ class ModelNames:
         if number is None or saved.weights is None:
             return None
         base = self._bases[number]
-        if base.loaded is not None and not isinstance(saved.weights, FullWeights):
+        if base.current_weights is not None and not isinstance(saved.weights, FullWeights):
             return None
         return base.target(str(saved.path), saved, number)
 

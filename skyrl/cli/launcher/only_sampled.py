@@ -29,8 +29,7 @@ from skyrl.inference.vllm_client import VllmMetrics
 from skyrl.inference.vllm_command import context_length
 from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.storage.db.claims import Fence
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.database import Database, Fence
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.engine_state import ONLY_SAMPLED
 from skyrl.storage.db.processes import follow_servers

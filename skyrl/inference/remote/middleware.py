@@ -14,17 +14,19 @@ import logging
 import time
 from collections import Counter
 
-from skyrl.inference.remote.asgi import (
-    App,
-    Message,
+from skyrl.http.messages import (
+    AsgiApp,
+    Body,
+    BodyTooLarge,
+    ClientLeft,
     Receive,
+    Reply,
+    Scope,
     Send,
-    answer_json,
-    body_of,
     fields_of,
-    pass_on,
+    json_reply,
+    pass_changed,
     replayed,
-    with_length,
 )
 from skyrl.inference.remote.cache import SCRATCH, NodeCache, NodeFiles
 from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY, is_reference, key_in
@@ -45,7 +47,7 @@ class StoredAdapterLoads:
     """`settings` come from the environment. Raises ValueError if they are missing, and StoreError for a store that
     cannot be used."""
 
-    def __init__(self, app: App, settings: NodeSettings | None = None, grace_s: float = GRACE_S) -> None:
+    def __init__(self, app: AsgiApp, settings: NodeSettings | None = None, grace_s: float = GRACE_S) -> None:
         settings = settings or NodeSettings.from_environment()
         store = store_at(settings.store, settings.store_options, settings.cache / SCRATCH)
         self._app = app
@@ -60,7 +62,7 @@ class StoredAdapterLoads:
         self._unused_at: dict[str, float] = {}
         """By key of files that vLLM does not read, when its files may be deleted (`time.monotonic`)."""
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             self._files.open()
         if self._unused_at:
@@ -69,15 +71,16 @@ class StoredAdapterLoads:
         if path not in (LOAD, UNLOAD) or not self._has_key(scope):
             await self._app(scope, receive, send)
             return
-        body = await body_of(receive, MAX_BODY)
-        if body is None:
-            await _answer(send, 413, "BadRequestError", f"the body has more than {MAX_BODY} bytes")
-        elif path == LOAD:
-            await self._load(scope, body, receive, send)
-        else:
-            await self._unload(scope, body, receive, send)
+        try:
+            body = await Body(receive, MAX_BODY).collect()
+        except ClientLeft:
+            return
+        except BodyTooLarge:
+            await _error(413, "BadRequestError", f"the body has more than {MAX_BODY} bytes").send(send)
+            return
+        await (self._load if path == LOAD else self._unload)(scope, body, receive, send)
 
-    async def _load(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
+    async def _load(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         request = fields_of(body)
         reference = request.get("lora_path")
         if not isinstance(reference, str) or not is_reference(reference):
@@ -85,7 +88,7 @@ class StoredAdapterLoads:
             return
         key = key_in(reference)
         if key is None:
-            await _answer(send, 400, "BadRequestError", f"lora_path: {reference!r} names no adapter in the store")
+            await _error(400, "BadRequestError", f"lora_path: {reference!r} names no adapter in the store").send(send)
             return
         self._used[key] += 1
         try:
@@ -93,25 +96,18 @@ class StoredAdapterLoads:
             directory = await self._files.bring(key)
         except (StoreError, OSError) as error:
             self._used[key] -= 1
-            await self._refuse(key, error, send)
+            await _refusal(key, error).send(send)
             return
         local = json.dumps(request | {"lora_path": str(directory)}).encode()
-        status = await pass_on(self._app, with_length(scope, len(local)), replayed(local, receive), send)
+        status = await pass_changed(self._app, scope, local, receive, send)
         if status == 200:
             self._loaded[str(request.get("lora_name"))] = key
         if status is not None:  # else vLLM may have loaded the adapter all the same: the files stay
             self._used[key] -= 1
             self._note_unused(key)
 
-    async def _refuse(self, key: str, error: StoreError | OSError, send: Send) -> None:
-        if isinstance(error, NotStored):
-            await _answer(send, 404, NOT_STORED, f"the checkpoint store has no adapter {key}")
-            return
-        logger.warning("adapter %s could not be brought to this node: %s: %s", key, type(error).__name__, error)
-        await _answer(send, 503, STORE_AWAY, f"adapter {key} cannot be brought to this node now")
-
-    async def _unload(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
-        status = await pass_on(self._app, scope, replayed(body, receive), send)
+    async def _unload(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        status = await pass_changed(self._app, scope, body, receive, send)
         key = self._loaded.pop(str(fields_of(body).get("lora_name")), None) if status == 200 else None
         if key is not None:
             self._note_unused(key)
@@ -131,7 +127,7 @@ class StoredAdapterLoads:
                 del self._used[key]
                 self._files.release(key)
 
-    def _has_key(self, scope: Message) -> bool:
+    def _has_key(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
         scheme, _, key = given.decode("latin-1").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(_hash(key), self._key_hash)
@@ -141,6 +137,13 @@ def _hash(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-async def _answer(send: Send, status: int, kind: str, message: str) -> None:
-    """An error in vLLM's form."""
-    await answer_json(send, status, {"error": {"message": message, "type": kind, "param": None, "code": status}})
+def _refusal(key: str, error: StoreError | OSError) -> Reply:
+    if isinstance(error, NotStored):
+        return _error(404, NOT_STORED, f"the checkpoint store has no adapter {key}")
+    logger.warning("adapter %s could not be brought to this node: %s: %s", key, type(error).__name__, error)
+    return _error(503, STORE_AWAY, f"adapter {key} cannot be brought to this node now")
+
+
+def _error(status: int, kind: str, message: str) -> Reply:
+    """In vLLM's form."""
+    return json_reply(status, {"error": {"message": message, "type": kind, "param": None, "code": status}})

@@ -20,17 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from skyrl.http.admin_key import AdminKey
-from skyrl.inference.remote.asgi import (
-    App,
-    Message,
+from skyrl.http.messages import (
+    AsgiApp,
+    Body,
+    BodyTooLarge,
+    ClientLeft,
     Receive,
+    Reply,
+    Scope,
     Send,
-    answer_json,
-    body_of,
     fields_of,
-    pass_on,
+    json_reply,
+    pass_changed,
     replayed,
-    with_length,
 )
 from skyrl.inference.remote.cache import SCRATCH, NodeCache, NodeFiles
 from skyrl.inference.remote.references import BASE_MODEL, base_directory, is_reference, key_in
@@ -52,25 +54,26 @@ class PlacementRoute:
     weights. `POST /placed` says that others got some before it started: it is not healthy until it is updated. Both
     need the admin key."""
 
-    def __init__(self, sidecar: App, updates: Updates, key: AdminKey) -> None:
+    def __init__(self, sidecar: AsgiApp, updates: Updates, key: AdminKey) -> None:
         self._sidecar = sidecar
         self._updates = updates
         self._key = key
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != PATH:
             await self._sidecar(scope, receive, send)
             return
+        await (await self._reply(scope)).send(send)
+
+    async def _reply(self, scope: Scope) -> Reply:
         if (refusal := self._key.refusal(scope)) is not None:
-            await answer_json(send, refusal[0], {"error": {"message": refusal[1]}})
-            return
+            return json_reply(refusal[0], {"error": {"message": refusal[1]}})
         try:
             if scope["method"] == "POST":
                 await self._updates.outdate()
         except SidecarError as error:
-            await answer_json(send, error.status, {"error": {"message": error.message}})
-        else:
-            await answer_json(send, 200, {"updated": self._updates.was_updated})
+            return json_reply(error.status, {"error": {"message": error.message}})
+        return json_reply(200, {"updated": self._updates.was_updated})
 
 
 logger = logging.getLogger(__name__)
@@ -88,7 +91,9 @@ class StoredVersions:
     to read last.
     """
 
-    def __init__(self, sidecar: App, files: NodeFiles, base_model: Callable[[], Awaitable[Path]], node: str) -> None:
+    def __init__(
+        self, sidecar: AsgiApp, files: NodeFiles, base_model: Callable[[], Awaitable[Path]], node: str
+    ) -> None:
         self._sidecar = sidecar
         self._files = files
         self._base_model = base_model
@@ -99,13 +104,16 @@ class StoredVersions:
         self._in_use: Counter[str] = Counter()
         """How many requests bring or read each key's files now."""
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != UPDATE:
             await self._sidecar(scope, receive, send)
             return
-        body = await body_of(receive, MAX_BODY)
-        if body is None:
-            await _refuse(send, 413, f"the body has more than {MAX_BODY} bytes")
+        try:
+            body = await Body(receive, MAX_BODY).collect()
+        except ClientLeft:
+            return
+        except BodyTooLarge:
+            await _failed(413, f"the body has more than {MAX_BODY} bytes").send(send)
             return
         request = fields_of(body)
         path = request.get("model_path")
@@ -119,9 +127,9 @@ class StoredVersions:
             directory = await (self._base_model() if key is None else self._brought(key))
             local = json.dumps(request | {"model_path": str(directory)}).encode()
         except (StoreError, OSError) as error:
-            await _refuse(send, 500, self._why(str(path), error))
+            await _failed(500, self._why(str(path), error)).send(send)
         else:
-            status = await pass_on(self._sidecar, with_length(scope, len(local)), replayed(local, receive), send)
+            status = await pass_changed(self._sidecar, scope, local, receive, send)
             if status == 200 and not request.get("stage_only"):
                 self._current = key
                 self._keep({key})
@@ -151,31 +159,32 @@ class StoredVersions:
         return sentence
 
 
-async def _refuse(send: Send, status: int, message: str) -> None:
-    await answer_json(send, status, {"success": False, "message": message})
+def _failed(status: int, message: str) -> Reply:
+    return json_reply(status, {"success": False, "message": message})
 
 
 class KeyNeeded:
     """An ASGI application around another one, for requests with one of the keys."""
 
-    def __init__(self, app: App, *keys: str | None) -> None:
+    def __init__(self, app: AsgiApp, *keys: str | None) -> None:
         self._app = app
         self._keys = [AdminKey(key) for key in keys]
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not any(key.is_given(scope) for key in self._keys):
             message = "Authorization: Bearer <the key> is missing or wrong"
-            await answer_json(send, 401, {"success": False, "message": message, "error": {"message": message}})
+            answer = {"success": False, "message": message, "error": {"message": message}}
+            await json_reply(401, answer).send(send)
             return
         await self._app(scope, receive, send)
 
 
-def around(sidecar: Any, placed: PlacedSidecar, values: Mapping[str, str]) -> App:
+def around(sidecar: Any, placed: PlacedSidecar, values: Mapping[str, str]) -> AsgiApp:
     """What is around a `skyrl.inference.sidecar.app.Sidecar`: the placement process's route, the node's cache if the
     environment names a checkpoint store, and the keys."""
     admin, client = values.get(ADMIN_KEY), values.get(CLIENT_KEY)
     updates: Updates = sidecar.updates
-    app: App = PlacementRoute(sidecar, updates, AdminKey(admin))
+    app: AsgiApp = PlacementRoute(sidecar, updates, AdminKey(admin))
     if STORE in values:
         settings = NodeSettings.from_environment(values)
         store = store_at(settings.store, settings.store_options, settings.cache / SCRATCH)

@@ -10,13 +10,15 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from skyrl.http.admin_key import AdminKey
-from skyrl.inference.sidecar.call import Call, Receive, Scope, Send
+from skyrl.http.messages import ClientLeft, Receive, Reply, Scope, Send, json_reply
+from skyrl.inference.sidecar.call import Call, error_reply
 from skyrl.inference.sidecar.control import VLLM_UPDATES, Control, Figures, SidecarMetrics, not_offered
-from skyrl.inference.sidecar.errors import ClientLeft, Forbidden, SidecarError, Unauthorized
+from skyrl.inference.sidecar.errors import Forbidden, SidecarError, Unauthorized
 from skyrl.inference.sidecar.facts import KnownConfig, KnownFacts, WeightVersion
 from skyrl.inference.sidecar.generation import Generation, generate
 from skyrl.inference.sidecar.in_flight import InFlight, Pause
@@ -69,7 +71,7 @@ class Sidecar:
         self.updates = Updates(settings, vllm, weights, version, self.in_flight, self.pause)
         config = KnownConfig(vllm)
         control = Control(settings, vllm, facts, version, config, self.in_flight, self.pause, self.updates)
-        self._routes: dict[str, Callable[[Call], Awaitable[None]]] = {
+        self._routes: dict[str, Callable[[Call], Awaitable[Any]]] = {
             "/health": control.health,
             "/health_generate": control.health_generate,
             "/flush_cache": control.flush_cache,
@@ -105,10 +107,10 @@ class Sidecar:
         except ClientLeft:
             pass
         except SidecarError as error:
-            if call.answered:
+            if call.send.status is None:
+                await error_reply(error).send(call.send)
+            else:
                 logger.warning("an answer of %s ended early: %s", call.path, error)
-                return
-            await call.answer_error(error)
 
     async def _route(self, call: Call) -> None:
         if call.path in VLLM_UPDATES:
@@ -118,13 +120,14 @@ class Sidecar:
         if call.path == "/generate" and call.method in ("POST", "PUT"):
             await generate(call, self._generation)
         elif (route := self._routes.get(call.path)) and call.method in ("GET", "POST"):
-            await route(call)
+            answer = await route(call)
+            await (answer if isinstance(answer, Reply) else json_reply(200, answer)).send(call.send)
         else:
             await pass_through(call, self._vllm, self.in_flight, self._openai)
 
-    async def _metrics(self, call: Call) -> None:
+    async def _metrics(self, _: Call) -> Reply:
         assert self.figures is not None
-        await self.figures.answer(call)
+        return await self.figures.answer()
 
     async def drain(self) -> None:
         """Take no more samples. Give those in flight time to end, then abort them, and give that time to end."""

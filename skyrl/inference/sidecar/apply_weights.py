@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from skyrl.base.types.weights import FIRST_VERSION, next_version
@@ -81,86 +82,77 @@ class Applied(NamedTuple):
     ranks: Ranks
 
 
+@dataclass(eq=False)
 class ApplyWeights:
     """`update_s` bounds the step in vLLM."""
 
-    def __init__(
-        self,
-        vllm: Vllm,
-        weights: VllmWeights,
-        version: WeightVersion,
-        in_flight: InFlight,
-        pause: Pause,
-        trouble: WeightTrouble,
-        update_s: float,
-    ) -> None:
-        self._vllm = vllm
-        self._weights = weights
-        self._version = version
-        self._in_flight = in_flight
-        self._pause = pause
-        self._trouble = trouble
-        self._update_s = update_s
-        self.was_updated = False
-        """Whether this sidecar has updated the weights of the vLLM that runs."""
-        self.updated_start: str | None = None
-        """The start of vLLM that got this sidecar's last update, None if vLLM did not tell."""
-        self._last_named: str | None = None
-        """The version that this sidecar has named last, perhaps in a vLLM that has ended since."""
+    vllm: Vllm
+    weights: VllmWeights
+    version: WeightVersion
+    in_flight: InFlight
+    pause: Pause
+    trouble: WeightTrouble
+    update_s: float
+    was_updated: bool = False
+    """Whether this sidecar has updated the weights of the vLLM that runs."""
+    updated_start: str | None = None
+    """The start of vLLM that got this sidecar's last update, None if vLLM did not tell."""
+    last_named: str | None = None
+    """The version that this sidecar has named last, perhaps in a vLLM that has ended since."""
 
     async def apply(self, change: Change) -> Applied:
         """Put what is staged into the model, flush, name the version. Raises SidecarError; the trouble's reason says
         whether the model was touched."""
-        hold = await self._trouble.enter_hold()
+        hold = await self.trouble.enter_hold()
         try:
             if change.abort_all:
-                await self._pause.end_all()
+                await self.pause.end_all()
             self.check_in_flight(change)
-            applied = await self._change_model(change, self._in_flight.running)
-            self._trouble.reason = None
+            applied = await self._change_model(change, self.in_flight.running)
+            self.trouble.reason = None
             hold.stays_paused = change.keep_pause
         finally:
-            await self._trouble.leave_hold(hold)
+            await self.trouble.leave_hold(hold)
         return applied
 
     def check_in_flight(self, change: Change) -> None:
         """Raises BadRequest for requests in flight that would go on with a cache of the old weights."""
-        if change.abort_all or self._in_flight.quiet.is_set() or self._pause.mode is PauseMode.RETRACT:
+        if change.abort_all or self.in_flight.quiet.is_set() or self.pause.mode is PauseMode.RETRACT:
             return
-        if self._trouble.reason is not None:  # they were frozen by an update that failed, and compute their cache again
+        if self.trouble.reason is not None:  # they were frozen by an update that failed, and compute their cache again
             return
-        if self._pause.mode is PauseMode.IN_PLACE and not change.flush_cache:
+        if self.pause.mode is PauseMode.IN_PLACE and not change.flush_cache:
             return
         raise BadRequest(
-            f"{self._in_flight.running} requests are in flight: set abort_all_requests, or pause generation before, "
+            f"{self.in_flight.running} requests are in flight: set abort_all_requests, or pause generation before, "
             "with the mode retract, or with the mode in_place and flush_cache false"
         )
 
     async def _change_model(self, change: Change, frozen: int) -> Applied:
         version = change.version or await self._next_version()
-        before, self._trouble.reason = self._trouble.reason, "an update has not ended"
+        before, self.trouble.reason = self.trouble.reason, "an update has not ended"
         try:
-            ranks = await self._weights.outcomes("apply", {"partial": change.partial}, self._update_s)
+            ranks = await self.weights.outcomes("apply", {"partial": change.partial}, self.update_s)
         except NotOffered:
-            self._trouble.reason = before
+            self.trouble.reason = before
             raise
         except SidecarError as error:
-            self._trouble.reason = f"an update failed in vLLM: {error.message}"
+            self.trouble.reason = f"an update failed in vLLM: {error.message}"
             raise
         refused = refusal(ranks)
         if refused is not None and not any(rank.get("ok") is True for rank in ranks):
-            self._trouble.reason = before  # no rank has begun
+            self.trouble.reason = before  # no rank has begun
             raise refused
         broken = next((rank["broken"] for rank in ranks if rank.get("broken")), None)
         if broken is None and refused is not None:
             broken = f"not all ranks have the new weights: {refused.message}"
         if broken is not None:
-            await self._trouble.remember(broken)
+            await self.trouble.remember(broken)
             error = VllmBroke(f"{broken}; generation stays paused until a full update succeeds")
             error.rank_results = rank_results(ranks)
             raise error
         # Frozen by an update that failed, not by the trainer: it has not decided what becomes of their cache
-        abandoned = frozen > 0 and before is not None and self._pause.mode is not PauseMode.IN_PLACE
+        abandoned = frozen > 0 and before is not None and self.pause.mode is not PauseMode.IN_PLACE
         try:
             if change.flush_cache or abandoned:
                 await self._flush(recompute=frozen > 0)
@@ -168,19 +160,19 @@ class ApplyWeights:
                 raise VllmAway("vLLM did not answer the version of its weights")
             await self.name(version)
         except SidecarError as error:
-            await self._trouble.remember(f"the new weights are loaded, and were not put into service: {error.message}")
-            raise VllmBroke(self._trouble.reason) from error
+            await self.trouble.remember(f"the new weights are loaded, and were not put into service: {error.message}")
+            raise VllmBroke(self.trouble.reason) from error
         self.was_updated = True
         with contextlib.suppress(SidecarError):
-            self.updated_start = (await self._vllm.health()).start
+            self.updated_start = (await self.vllm.health()).start
         return Applied(frozen, version, ranks)
 
     async def _next_version(self) -> str | None:
         """Of an update that names none. A vLLM that was started again has forgotten its version: versions go on from
         the last one, so that two weights never get the same name. None if vLLM does not tell its version."""
-        version = await self._version.get()
-        if version == FIRST_VERSION and self._last_named is not None:
-            version = self._last_named
+        version = await self.version.get()
+        if version == FIRST_VERSION and self.last_named is not None:
+            version = self.last_named
         return None if version is None else next_version(version)
 
     async def _flush(self, *, recompute: bool) -> None:
@@ -188,7 +180,7 @@ class ApplyWeights:
             # Also a request that nobody counts may be frozen, such as a health probe's token
             recompute = recompute or attempt >= FLUSH_TRIES // 2
             query = "?reset_running_requests=true" if recompute else ""
-            answer = await self._vllm.call("POST", f"/reset_prefix_cache{query}")
+            answer = await self.vllm.call("POST", f"/reset_prefix_cache{query}")
             if isinstance(answer, dict) and answer.get("success") is True:
                 return
             await asyncio.sleep(FLUSH_PAUSE_S)
@@ -196,46 +188,40 @@ class ApplyWeights:
 
     async def name(self, version: str) -> None:
         """Name the weights that vLLM has. Raises SidecarError."""
-        await self._vllm.call("POST", "/update_weight_version", {"new_version": version})
-        self._last_named = version
+        await self.vllm.call("POST", "/update_weight_version", {"new_version": version})
+        self.last_named = version
 
 
+@dataclass(eq=False)
 class WeightChecks:
     """In the body of `present()` the weights are there, and nobody else changes them. `update_s` bounds each check."""
 
-    def __init__(
-        self,
-        present: Callable[[], AbstractAsyncContextManager[None]],
-        weights: VllmWeights,
-        trouble: WeightTrouble,
-        update_s: float,
-    ) -> None:
-        self._present = present
-        self._weights = weights
-        self._trouble = trouble
-        self._update_s = update_s
+    present: Callable[[], AbstractAsyncContextManager[None]]
+    weights: VllmWeights
+    trouble: WeightTrouble
+    update_s: float
 
     async def reset(self) -> Ranks:
         """Overwrite the weights with random numbers. Nobody can sample until a full update. Raises SidecarError."""
-        async with self._present():
-            hold = await self._trouble.enter_hold()
+        async with self.present():
+            hold = await self.trouble.enter_hold()
             try:
-                ranks = await self._weights.call("reset_tensors")
+                ranks = await self.weights.call("reset_tensors")
             except BaseException as error:
                 if not isinstance(error, (BadRequest, Busy, NotOffered)):  # it may have begun
-                    self._trouble.reason = "its tensors were perhaps reset by /weights_checker"
-                await self._trouble.leave_hold(hold)
+                    self.trouble.reason = "its tensors were perhaps reset by /weights_checker"
+                await self.trouble.leave_hold(hold)
                 raise
-            self._trouble.reason = "its tensors were reset by /weights_checker"
-            await self._trouble.leave_hold(hold)
+            self.trouble.reason = "its tensors were reset by /weights_checker"
+            await self.trouble.leave_hold(hold)
             return ranks
 
     async def check(self, action: str) -> Ranks:
         """`checksum`, `snapshot` or `compare`, on each rank. Raises SidecarError."""
-        async with self._present():
-            return await self._weights.job(action, None, self._update_s)
+        async with self.present():
+            return await self.weights.job(action, None, self.update_s)
 
     async def rows(self, name: str, most: int) -> Any:
         """The first `most` rows of a tensor, as lists of numbers. Raises SidecarError."""
-        async with self._present():
-            return (await self._weights.call("weight", {"name": name, "most": most}))[0]["rows"]
+        async with self.present():
+            return (await self.weights.call("weight", {"name": name, "most": most}))[0]["rows"]

@@ -7,14 +7,15 @@ the body that a route does not have is ignored, as in SGLang: newer clients send
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 from urllib.parse import parse_qs
 
-from skyrl.inference.sidecar.errors import BadRequest, ClientLeft, SidecarError, TooLarge
+from skyrl.http.connection import HeaderList
+from skyrl.http.messages import Body, BodyTooLarge, Receive, Reply, Scope, Send, WatchedSend, json_reply
+from skyrl.inference.sidecar.errors import BadRequest, SidecarError, TooLarge
 
 INT64_MAX = 2**63 - 1
 
@@ -77,99 +78,40 @@ def _range(low: int, high: int) -> str:
     return f"at least {low}" if high >= INT64_MAX else f"between {low} and {high}"
 
 
-T = TypeVar("T")
-Scope = dict[str, Any]
-Message = dict[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-HeaderList = list[tuple[bytes, bytes]]
-
-JSON: HeaderList = [(b"content-type", b"application/json")]
 PLAIN: HeaderList = [(b"content-type", b"text/plain; charset=utf-8")]
 EVENTS: HeaderList = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class Call:
-    """`answered`: the status has been sent, so that an error cannot be answered any more."""
+    """One request. `send.status` is the status that has been sent, after which no error can be answered any more."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, max_body_bytes: int) -> None:
         self.scope = scope
+        self.receive = receive
+        self.send = WatchedSend(send)
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: bytes = scope.get("query_string", b"")
-        self.answered = False
-        self._receive = receive
-        self._send = send
+        self.body = Body(receive, max_body_bytes)
         self._max = max_body_bytes
 
-    async def body(self) -> bytes:
+    async def whole_body(self) -> bytes:
         """Raises TooLarge, ClientLeft."""
-        chunks, size = [], 0
-        async for chunk in self.body_chunks():
-            size += len(chunk)
-            if size > self._max:
-                raise TooLarge(f"body: may have {self._max} bytes")
-            chunks.append(chunk)
-        return b"".join(chunks)
-
-    async def body_chunks(self) -> AsyncIterator[bytes]:
-        """Raises ClientLeft."""
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeft
-            if chunk := message.get("body", b""):
-                yield chunk
-            if not message.get("more_body", False):
-                return
-
-    async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. The whole body must have been read. When the client leaves, `work` is cancelled, and
-        ClientLeft is raised."""
-        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(self.left())
         try:
-            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise ClientLeft
-            return working.result()
-        finally:
-            working.cancel()
-            leaving.cancel()
-            await asyncio.wait({working, leaving})
-
-    async def left(self) -> None:
-        """Wait until the client leaves. The whole body must have been read."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-
-    async def start(self, status: int, headers: HeaderList) -> None:
-        self.answered = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def write(self, body: bytes, *, more: bool) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
-
-    async def answer(self, status: int, body: bytes = b"", headers: HeaderList | None = None) -> None:
-        length = (b"content-length", str(len(body)).encode())
-        await self.start(status, [*(headers or ()), length])
-        await self.write(body, more=False)
-
-    async def answer_json(self, value: Any, status: int = 200) -> None:
-        await self.answer(status, compact(value), JSON)
-
-    async def answer_error(self, error: SidecarError) -> None:
-        await self.answer(error.status, compact(error_body(error)), [*JSON, *_error_headers(error)])
-
-    async def answer_failure(self, error: SidecarError, status: int) -> None:
-        """As `answer_error`, with SGLang's two fields of a failed change, and the outcome of each rank."""
-        ranks = {} if error.rank_results is None else {"rank_results": error.rank_results}
-        body = {"success": False, "message": error.message} | ranks | error_body(error)
-        await self.answer(status, compact(body), [*JSON, *_error_headers(error)])
+            return await self.body.collect()
+        except BodyTooLarge as error:
+            raise TooLarge(f"body: may have {self._max} bytes") from error
 
 
-def compact(value: Any) -> bytes:
-    """JSON without spaces. One of the routers in use writes JSON anew without spaces, and keeps our Content-Length."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+def error_reply(error: SidecarError) -> Reply:
+    return json_reply(error.status, error_body(error), _error_headers(error))
+
+
+def failure_reply(error: SidecarError, status: int) -> Reply:
+    """As `error_reply`, with SGLang's two fields of a failed change, and the outcome of each rank."""
+    ranks = {} if error.rank_results is None else {"rank_results": error.rank_results}
+    body = {"success": False, "message": error.message} | ranks | error_body(error)
+    return json_reply(status, body, _error_headers(error))
 
 
 def _error_headers(error: SidecarError) -> HeaderList:
@@ -250,7 +192,7 @@ QUERIES: Mapping[str, Mapping[str, Read]] = {
 async def parameters(call: Call) -> dict[str, Any]:
     """The parameters of a route of `QUERIES`. Raises BadRequest for one that the query has and the route has not, and
     for one that has two values; TooLarge, ClientLeft."""
-    given, readers = _in_body(await call.body()), QUERIES[call.path]
+    given, readers = _in_body(await call.whole_body()), QUERIES[call.path]
     for name, values in parse_qs(call.query.decode("latin-1"), keep_blank_values=True).items():
         if name not in readers:
             raise BadRequest(f"{name}: {call.path} has no such parameter in its query")

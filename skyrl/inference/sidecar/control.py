@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -20,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from skyrl import __version__
 from skyrl.base.pictures.vision import NoVision, VisionConfig
+from skyrl.http.messages import Reply
 from skyrl.inference.metrics import shown
 from skyrl.inference.sidecar.call import PLAIN, Call, boolean, number, parameters, string
 from skyrl.inference.sidecar.errors import BadRequest, NotOffered, SidecarError, VllmAway
@@ -56,77 +58,67 @@ FLUSHED = b"Cache flushed.\n"
 BUSY = "Flush cache failed: requests are running or waiting."
 
 
+@dataclass(frozen=True)
 class Control:
-    def __init__(
-        self,
-        settings: SidecarSettings,
-        vllm: Vllm,
-        facts: KnownFacts,
-        version: WeightVersion,
-        config: KnownConfig,
-        in_flight: InFlight,
-        pause: Pause,
-        updates: Updates,
-    ) -> None:
-        self._settings = settings
-        self._vllm = vllm
-        self._facts = facts
-        self._version = version
-        self._in_flight = in_flight
-        self._pause = pause
-        self._updates = updates
-        self._config = config
+    """The routes. Each returns its answer: a Reply, or what becomes JSON."""
 
-    async def health(self, call: Call) -> None:
+    settings: SidecarSettings
+    vllm: Vllm
+    facts: KnownFacts
+    version: WeightVersion
+    config: KnownConfig
+    in_flight: InFlight
+    pauses: Pause
+    updates: Updates
+
+    async def health(self, _: Call) -> Reply:
         """vLLM's own answer, or 503. Also 503 while its weights are not whole."""
-        body = await self._healthy()
-        await call.answer(200, body, PLAIN if body else None)
+        return _plain(await self._healthy())
 
     async def _healthy(self) -> bytes:
         """The body of vLLM's answer. Raises VllmAway."""
-        if self._in_flight.draining:
+        if self.in_flight.draining:
             raise VllmAway("the sidecar is stopping")
         try:
-            health = await self._vllm.health()
+            health = await self.vllm.health()
             if health.status == 200:
-                await self._updates.see_start(health.start)
+                await self.updates.see_start(health.start)
         except SidecarError as error:
             raise VllmAway(error.message) from error
-        if self._updates.trouble is not None:
-            raise VllmAway(self._updates.trouble)
+        if self.updates.trouble is not None:
+            raise VllmAway(self.updates.trouble)
         if health.status != 200:
             raise VllmAway(f"vLLM is not healthy: {health.body.decode('utf-8', 'replace') or health.status}")
         return health.body
 
-    async def health_generate(self, call: Call) -> None:
+    async def health_generate(self, _: Call) -> Reply:
         """Whether vLLM can sample a token. While it is paused it cannot, and yet is healthy."""
         try:
             body = await self._healthy()
-            if await is_paused(self._vllm):
-                await call.answer(200, body, PLAIN if body else None)
-                return
-            facts = await self._facts.get()
+            if await is_paused(self.vllm):
+                return _plain(body)
+            facts = await self.facts.get()
             body = {"model": facts.model, "prompt": [0], "max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-            async with asyncio.timeout(self._settings.health_token_s):
-                await self._vllm.complete(body, "sidecar-health")
+            async with asyncio.timeout(self.settings.health_token_s):
+                await self.vllm.complete(body, "sidecar-health")
         except TimeoutError:
-            raise VllmAway(f"vLLM sampled no token within {self._settings.health_token_s:g} s") from None
+            raise VllmAway(f"vLLM sampled no token within {self.settings.health_token_s:g} s") from None
         except SidecarError as error:
-            self._facts.forget()
+            self.facts.forget()
             raise VllmAway(error.message) from error
-        await call.answer(200)
+        return _plain(b"")
 
-    async def loads(self, call: Call) -> None:
-        running, waiting = self._in_flight.running, self._in_flight.waiting
+    async def loads(self, _: Call) -> Any:
+        running, waiting = self.in_flight.running, self.in_flight.waiting
         total = {"total_running_reqs": running, "total_waiting_reqs": waiting, "total_reqs": running + waiting}
         loads = {"loads": [self._load()], "aggregate": total}
-        await call.answer_json({"version": __version__, "stages_updates": True} | loads)
+        return {"version": __version__, "stages_updates": True} | loads
 
-    async def old_load(self, call: Call) -> None:
-        await call.answer_json([self._load()])
+    async def old_load(self, _: Call) -> Any:
+        return [self._load()]
 
     def _load(self) -> dict[str, int]:
-        running, waiting = self._in_flight.running, self._in_flight.waiting
+        running, waiting = self.in_flight.running, self.in_flight.waiting
         return {
             "dp_rank": 0,
             "num_running_reqs": running,
@@ -135,94 +127,94 @@ class Control:
             "num_reqs": running + waiting,
         }
 
-    async def flush_cache(self, call: Call) -> None:
+    async def flush_cache(self, call: Call) -> Reply:
         """`?timeout=s` waits for the end of what is in flight. 400 if something is, or is frozen."""
         given = (await parameters(call)).get("timeout")
         timeout_s = 0.0 if given is None else number("timeout", given, 0)
         if timeout_s > 0:
             try:
-                async with asyncio.timeout(min(timeout_s, 3600)):
-                    await call.while_connected(self._in_flight.quiet.wait())
+                async with asyncio.timeout(min(timeout_s, 3600)), call.body.while_connected():
+                    await self.in_flight.quiet.wait()
             except TimeoutError:
                 raise BadRequest(BUSY) from None
-        retracted = self._pause.mode is PauseMode.RETRACT
-        if not self._in_flight.quiet.is_set() and not retracted:
+        retracted = self.pauses.mode is PauseMode.RETRACT
+        if not self.in_flight.quiet.is_set() and not retracted:
             raise BadRequest(BUSY)
         query = "?reset_running_requests=true" if retracted else ""
-        answer = await self._vllm.call("POST", f"/reset_prefix_cache{query}")
+        answer = await self.vllm.call("POST", f"/reset_prefix_cache{query}")
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise BadRequest(BUSY)
-        await call.answer(200, FLUSHED, PLAIN)
+        return _plain(FLUSHED)
 
-    async def abort_request(self, call: Call) -> None:
+    async def abort_request(self, call: Call) -> Reply:
         """The aborted requests answer by themselves. An unknown rid is no error: the request may just have ended."""
         given = await parameters(call)
         rid = given.get("rid")
         if boolean("abort_all", given.get("abort_all") or False):
-            await self._in_flight.abort_all()
+            await self.in_flight.abort_all()
         elif rid is not None and string("rid", rid):
-            self._in_flight.abort(rid)
-        await call.answer(200)
+            self.in_flight.abort(rid)
+        return _plain(b"")
 
-    async def weight_version(self, call: Call) -> None:
-        await call.answer_json({"weight_version": await self._known_version()})
+    async def weight_version(self, _: Call) -> Any:
+        return {"weight_version": await self._known_version()}
 
-    async def model_info(self, call: Call) -> None:
-        facts = await self._facts.get()
+    async def model_info(self, _: Call) -> Any:
+        facts = await self.facts.get()
         config = await asyncio.to_thread(_model_config, facts.root)
-        await call.answer_json(
-            {
-                "model_path": facts.root,
-                "tokenizer_path": facts.root,
-                "is_generation": True,
-                "preferred_sampling_params": None,
-                "weight_version": await self._known_version(),
-                "has_image_understanding": None if config is None else await self._takes_images(facts.root),
-                "has_audio_understanding": None if config is None else "audio_config" in config,
-                "model_type": None if config is None else config.get("model_type"),
-                "architectures": None if config is None else config.get("architectures"),
-            }
-        )
+        return {
+            "model_path": facts.root,
+            "tokenizer_path": facts.root,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": await self._known_version(),
+            "has_image_understanding": None if config is None else await self._takes_images(facts.root),
+            "has_audio_understanding": None if config is None else "audio_config" in config,
+            "model_type": None if config is None else config.get("model_type"),
+            "architectures": None if config is None else config.get("architectures"),
+        }
 
     async def _takes_images(self, root: str) -> bool:
         try:
             await asyncio.to_thread(VisionConfig.of, root)
         except NoVision:
             return False
-        return not await self._config.only_text()
+        return not await self.config.only_text()
 
-    async def server_info(self, call: Call) -> None:
+    async def server_info(self, call: Call) -> Any:
         """What this server knows. SGLang's other arguments have no meaning for vLLM. Raises NotOffered for vLLM's form
         of the answer."""
         if "config_format" in parse_qs(call.query.decode("latin-1"), keep_blank_values=True):
             raise config_refusal()
-        facts = await self._facts.get()
-        await call.answer_json(
-            {
-                "model_path": facts.root,
-                "tokenizer_path": facts.root,
-                "served_model_name": facts.model,
-                "host": self._settings.host,
-                "port": self._settings.port,
-                "context_length": facts.context,
-                "weight_version": await self._known_version(),
-                "skip_tokenizer_init": False,
-                "max_running_requests": self._settings.max_in_flight,
-                **await self._config.get(),
-                "internal_states": [],
-                "version": __version__,
-            }
-        )
+        facts = await self.facts.get()
+        return {
+            "model_path": facts.root,
+            "tokenizer_path": facts.root,
+            "served_model_name": facts.model,
+            "host": self.settings.host,
+            "port": self.settings.port,
+            "context_length": facts.context,
+            "weight_version": await self._known_version(),
+            "skip_tokenizer_init": False,
+            "max_running_requests": self.settings.max_in_flight,
+            **await self.config.get(),
+            "internal_states": [],
+            "version": __version__,
+        }
 
-    async def removed(self, call: Call) -> None:
+    async def removed(self, _: Call) -> Any:
         """Clients of some routers send `/remove_worker` to the worker itself. There is nothing to do."""
-        await call.answer_json({"success": True, "message": "this server keeps no workers"})
+        return {"success": True, "message": "this server keeps no workers"}
 
     async def _known_version(self) -> str:
-        version = await self._version.get()
+        version = await self.version.get()
         if version is None:
             raise VllmAway("vLLM did not answer the version of its weights")
         return version
+
+
+def _plain(body: bytes) -> Reply:
+    return Reply(200, PLAIN if body else [], body)
 
 
 def _model_config(root: str) -> dict[str, Any] | None:
@@ -269,11 +261,11 @@ class Figures:
             await self._publish()
             await asyncio.sleep(PERIOD_S)
 
-    async def answer(self, call: Call) -> None:
+    async def answer(self) -> Reply:
         """vLLM's metrics as they are now, if it answers at once."""
         await self._publish()
         text = await asyncio.to_thread(self._published.read, self._names)
-        await call.answer(200, text.encode(), [(b"content-type", CONTENT_TYPE.encode())])
+        return Reply(200, [(b"content-type", CONTENT_TYPE.encode())], text.encode())
 
     async def _publish(self) -> None:
         """A failure is only logged: `/health` says more."""

@@ -81,7 +81,3 @@ class NotOffered(SidecarError):
     """vLLM was started without the option or the variable that this needs."""
 
     status = 501
-
-
-class ClientLeft(Exception):
-    """The client closed its connection; there is nobody to answer."""

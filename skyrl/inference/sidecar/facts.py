@@ -119,32 +119,28 @@ class KnownConfig:
         self._vllm = vllm
         self._asking = asyncio.Lock()
         self._known: dict[str, Any] | None = None
-        self._device: Any = None
-        self._only_text = False
 
     async def device(self) -> str | None:
         """Such as `cuda` or `cpu`; None if vLLM does not tell. Raises VllmAway."""
-        await self.get()
-        return self._device
+        return _part(await self._config(), "device_config").get("device")
 
     async def only_text(self) -> bool:
         """Whether vLLM was started without its vision tower; False if vLLM does not tell. Raises VllmAway."""
-        await self.get()
-        return self._only_text
+        pictures = _part(_part(await self._config(), "model_config"), "multimodal_config")
+        return pictures.get("language_model_only") is True
 
     async def get(self) -> dict[str, Any]:
-        """Empty if vLLM does not tell. Raises VllmAway."""
+        """SGLang's fields; empty if vLLM does not tell. Raises VllmAway."""
+        return _fields(await self._config())
+
+    async def _config(self) -> dict[str, Any]:
         async with self._asking:
             if self._known is None:
                 try:
                     answer = await self._vllm.call("GET", "/server_info?config_format=json", timeout_s=TIMEOUT_S)
                 except (NotOffered, VllmBroke, BadRequest):
                     return {}
-                config = answer.get("vllm_config") if isinstance(answer, dict) else None
-                self._device = _part(config, "device_config").get("device")
-                pictures = _part(_part(config, "model_config"), "multimodal_config")
-                self._only_text = pictures.get("language_model_only") is True
-                self._known = _fields(config)
+                self._known = _part(answer, "vllm_config")
         return self._known
 
 

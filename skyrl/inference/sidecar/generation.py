@@ -11,7 +11,8 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from skyrl.inference.sidecar.call import EVENTS, Call, compact, error_body
+from skyrl.http.messages import Send, encoded, json_reply
+from skyrl.inference.sidecar.call import EVENTS, Call, error_body
 from skyrl.inference.sidecar.completion import Collected, basics, finish_reason, logprob_lists, routed_experts
 from skyrl.inference.sidecar.errors import SidecarError, VllmAway, VllmBroke
 from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion
@@ -230,32 +231,33 @@ DONE = b"data: [DONE]\n\n"
 
 async def generate(call: Call, generation: Generation) -> None:
     """Raises SidecarError if nothing has been answered yet, and ClientLeft."""
-    request = read_generate(await call.body())
-    if request.stream:
-        await call.while_connected(_stream(call, generation, request))
-    else:
-        await call.answer_json(await call.while_connected(generation.whole(request)))
+    request = read_generate(await call.whole_body())
+    async with call.body.while_connected():
+        if request.stream:
+            await _stream(call.send, generation, request)
+        else:
+            await json_reply(200, await generation.whole(request)).send(call.send)
 
 
-async def _stream(call: Call, generation: Generation, request: GenerateRequest) -> None:
+async def _stream(send: Send, generation: Generation, request: GenerateRequest) -> None:
     """An error before the first chunk is answered with its status: clients take a stream without chunks for a sample
     without tokens."""
+
+    async def write(event: bytes, *, more: bool = True) -> None:
+        await send({"type": "http.response.body", "body": event, "more_body": more})
+
     async with aclosing(generation.chunks(request)) as chunks:
         first = await anext(chunks)
-        await call.start(200, EVENTS)
-        await call.write(_event(first), more=True)
-        await _rest(call, chunks)
-    await call.write(DONE, more=False)
-
-
-async def _rest(call: Call, chunks: AsyncGenerator[Any]) -> None:
-    try:
-        async for chunk in chunks:
-            await call.write(_event(chunk), more=True)
-            await asyncio.sleep(0)  # let what vLLM has sent meanwhile become one chunk
-    except SidecarError as error:
-        await call.write(_event(error_body(error)), more=True)
+        await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        await write(_event(first))
+        try:
+            async for chunk in chunks:
+                await write(_event(chunk))
+                await asyncio.sleep(0)  # let what vLLM has sent meanwhile become one chunk
+        except SidecarError as error:
+            await write(_event(error_body(error)))
+    await write(DONE, more=False)
 
 
 def _event(value: Any) -> bytes:
-    return b"data: " + compact(value) + b"\n\n"
+    return b"data: %s\n\n" % encoded(value)

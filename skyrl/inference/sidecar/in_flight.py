@@ -21,35 +21,6 @@ from skyrl.inference.sidecar.errors import BadRequest, Busy, NotOffered, Refused
 from skyrl.inference.sidecar.facts import is_paused
 from skyrl.inference.sidecar.vllm import Vllm
 
-
-class Gate:
-    def __init__(self) -> None:
-        self._opened = asyncio.Event()
-        self._opened.set()
-
-    @property
-    def is_open(self) -> bool:
-        return self._opened.is_set()
-
-    def close(self) -> None:
-        self._opened.clear()
-
-    def open(self) -> None:
-        self._opened.set()
-
-    async def passed(self, given_up: asyncio.Event) -> bool:
-        """Wait until the gate is open. False when `given_up` came first. When this returns True the gate is open, and
-        stays so until the caller awaits something."""
-        while not self.is_open and not given_up.is_set():
-            waiting = {asyncio.ensure_future(event.wait()) for event in (self._opened, given_up)}
-            try:
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for one in waiting:
-                    one.cancel()
-        return not given_up.is_set()
-
-
 logger = logging.getLogger(__name__)
 
 REPEAT_S = 0.05
@@ -77,7 +48,7 @@ class Sample:
 
 class InFlight:
     """All samples, and the requests that pass through and sample. `run` must run while samples are taken. `idle` is set
-    while there is nothing, `quiet` while vLLM has nothing: what waits at `gate` does not count."""
+    while there is nothing, `quiet` while vLLM has nothing: what waits at the gate does not count."""
 
     def __init__(self, vllm: Vllm, max_samples: int, abort_s: float) -> None:
         self._vllm = vllm
@@ -91,7 +62,9 @@ class InFlight:
         self._waiting_to_pass = 0
         self._end_of_waiting = asyncio.Event()
         """Ends what waits at the gate to pass through."""
-        self.gate = Gate()
+        self.opened = asyncio.Event()
+        """Set while new samples go to vLLM, and do not wait at the gate."""
+        self.opened.set()
         self.idle = asyncio.Event()
         self.idle.set()
         self.quiet = asyncio.Event()
@@ -120,11 +93,23 @@ class InFlight:
 
     async def send(self, sample: Sample) -> bool:
         """Wait at the gate. True: the sample counts as sent, and must be sent now. False: it was aborted before."""
-        if not await self.gate.passed(sample.aborted):
+        if not await self._passed_gate(sample.aborted):
             return False
         sample.sent = True
         self.quiet.clear()
         return True
+
+    async def _passed_gate(self, given_up: asyncio.Event) -> bool:
+        """Wait until the gate is open. False when `given_up` came first. When this returns True the gate is open, and
+        stays so until the caller awaits something."""
+        while not self.opened.is_set() and not given_up.is_set():
+            waiting = {asyncio.ensure_future(event.wait()) for event in (self.opened, given_up)}
+            try:
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for one in waiting:
+                    one.cancel()
+        return not given_up.is_set()
 
     def end(self, sample: Sample) -> None:
         self._samples.discard(sample)
@@ -137,13 +122,13 @@ class InFlight:
         is aborted at the gate: only vLLM can write the answer of an aborted request."""
         if self.draining:
             raise Busy("the sidecar is stopping")
-        if len(self._samples) + self._waiting_to_pass >= self._max and not self.gate.is_open:
+        if len(self._samples) + self._waiting_to_pass >= self._max and not self.opened.is_set():
             raise Busy(f"{self._waiting_to_pass} requests wait, because generation is paused")
         self._waiting_to_pass += 1
         self.idle.clear()
         passed = False
         try:
-            passed = await self.gate.passed(self._end_of_waiting)
+            passed = await self._passed_gate(self._end_of_waiting)
             self._passing += passed
         finally:
             self._waiting_to_pass -= 1
@@ -343,7 +328,7 @@ class Pause:
                     await self._open()
                     self._resume_later.clear()
                 except VllmGone:
-                    self._in_flight.gate.open()  # new samples get an error at once
+                    self._in_flight.opened.set()  # new samples get an error at once
                     self._resume_later.clear()
                 except SidecarError:
                     pass  # tried again below
@@ -360,19 +345,19 @@ class Pause:
                     if paused and self.mode is None and not self._holds:
                         logger.warning("vLLM was paused before this sidecar started: it stays so until it is continued")
                         self.mode, self._is_found = PauseMode.IN_PLACE, True
-                        self._in_flight.gate.close()
+                        self._in_flight.opened.clear()
                     return
             await asyncio.sleep(RETRY_S)
 
     async def _close(self, mode: str) -> None:
-        was_open = self._in_flight.gate.is_open
-        self._in_flight.gate.close()
+        was_open = self._in_flight.opened.is_set()
+        self._in_flight.opened.clear()
         try:
             # By default vLLM throws the caches away, also those of the requests that it freezes
             await self._vllm.call("POST", f"/pause?mode={mode}&clear_cache=false", timeout_s=self._call_s)
         except SidecarError as error:
             if was_open and isinstance(error, NotOffered | Refused):
-                self._in_flight.gate.open()
+                self._in_flight.opened.set()
             elif was_open:
                 self._resume_later.set()  # vLLM may yet pause, and nobody would continue it
             if isinstance(error, NotOffered):
@@ -381,4 +366,4 @@ class Pause:
 
     async def _open(self) -> None:
         await self._vllm.call("POST", "/resume", timeout_s=self._call_s)
-        self._in_flight.gate.open()
+        self._in_flight.opened.set()

@@ -6,19 +6,22 @@ choice. It checks that vLLM has sampled after the prompt that the client gave.""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import math
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Collection
+from collections.abc import AsyncIterable
 from contextlib import closing
 from typing import Any
 
 import msgspec
 
 from skyrl.http.client import AnswerStream
-from skyrl.http.connection import Interrupted
-from skyrl.inference.sidecar.call import Call, HeaderList, compact
+from skyrl.http.connection import HeaderList, Interrupted
+from skyrl.http.forward import RequestHead, pass_back, passed_on
+from skyrl.http.messages import Body, Reply, encoded
+from skyrl.inference.sidecar.call import Call
 from skyrl.inference.sidecar.completion import Collected, basics, finish_reason, logprob_lists, routed_experts
-from skyrl.inference.sidecar.errors import BadRequest, ClientLeft, VllmBroke, VllmInterrupted
+from skyrl.inference.sidecar.errors import BadRequest, VllmBroke, VllmInterrupted
 from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion
 from skyrl.inference.sidecar.generate_request import Logprobs
 from skyrl.inference.sidecar.in_flight import InFlight
@@ -68,7 +71,7 @@ class OpenaiAnswers:
                 choice["prompt_token_ids"] = prompt
         if request.keeps_ids and of_chat is not None:
             answer["prompt_token_ids"] = of_chat
-        return compact(answer)
+        return encoded(answer)
 
     async def _meta_info(
         self,
@@ -163,19 +166,6 @@ def _as_sglangs(message: Any) -> None:
             message.setdefault("reasoning_content", message["reasoning"])
 
 
-HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
-)
 SAMPLING = frozenset(
     {
         *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"),
@@ -189,128 +179,56 @@ SAMPLING = frozenset(
 async def pass_through(call: Call, vllm: Vllm, in_flight: InFlight, answers: OpenaiAnswers) -> None:
     """Requests that sample wait while generation is paused. Raises ClientLeft, and SidecarError if nothing has been
     answered yet."""
+    started = time.monotonic()
     samples = call.method == "POST" and call.path in SAMPLING
     request = None
     if samples and (call.path in OF_VLLM or call.path == INVOCATIONS):
-        request = read_openai(call.path, await call.body())
+        request = read_openai(call.path, await call.whole_body())
         await answers.check_length(request)
-    body = _Body(call, request)
-    exchange = _Exchange(call, vllm, body, answers)
-    forwarding = asyncio.ensure_future(_when_generating(exchange, in_flight) if samples else exchange.forward())
-    leaving = asyncio.ensure_future(body.client_left())
-    try:
-        await asyncio.wait({forwarding, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not forwarding.done():
-            raise ClientLeft
-        forwarding.result()
-    finally:
-        forwarding.cancel()
-        leaving.cancel()
-        await asyncio.wait({forwarding, leaving})
-
-
-async def _when_generating(exchange: _Exchange, in_flight: InFlight) -> None:
-    if not in_flight.gate.is_open:
-        await exchange.body.keep()
-    async with in_flight.passing():
-        await exchange.forward()
-
-
-class _Body:
-    """The body of a request, as vLLM's client reads it. `request`: it was read and checked."""
-
-    def __init__(self, call: Call, request: OpenaiRequest | None) -> None:
-        self._call = call
-        self._read = asyncio.Event()
-        self.request = request
-        self._kept: bytes | None = None
-        names = {name.lower(): value for name, value in call.scope["headers"]}
-        self.given = b"transfer-encoding" in names or names.get(b"content-length", b"0") != b"0"
-        if request is not None:
-            self._keep(request.body)
-
-    async def keep(self) -> None:
-        """Read the whole body now: only then a client that leaves is seen. Raises TooLarge, ClientLeft."""
-        if self._kept is None:
-            self._keep(await self._call.body())
-
-    def _keep(self, body: bytes) -> None:
-        self._kept = body
-        self._read.set()
-
-    def data(self) -> bytes | AsyncIterator[bytes]:
-        if not self.given:
-            return b""
-        return self._chunks() if self._kept is None else self._kept
-
-    async def _chunks(self) -> AsyncIterator[bytes]:
-        async for chunk in self._call.body_chunks():
-            yield chunk
-        self._read.set()
-
-    async def client_left(self) -> None:
-        """Wait until the client leaves. Whoever reads the body sees it until then."""
-        if self.given:
-            await self._read.wait()
-        await self._call.left()
-
-
-class _Exchange:
-    """A request's way to vLLM, and the way of its answer back."""
-
-    def __init__(self, call: Call, vllm: Vllm, body: _Body, answers: OpenaiAnswers) -> None:
-        self._call = call
-        self._vllm = vllm
-        self._answers = answers
-        self.body = body
-
-    async def forward(self) -> None:
-        started = time.monotonic()
-        with closing(await self._asked()) as response:
+    head = RequestHead.of(_request_headers(call.scope["headers"], vllm, request))
+    if samples and request is None and not in_flight.opened.is_set():
+        await call.whole_body()  # only then a client that leaves is seen
+    body = call.body if call.body.complete else Body(call.receive, math.inf)
+    body.complete = body.complete or not head.has_body
+    async with body.while_connected(), in_flight.passing() if samples else contextlib.nullcontext():
+        content, length = body.pieces(), head.length
+        if body.complete:
+            content = body.begun if request is None else request.body
+            length = len(content) if head.has_body or content else None
+        raw_path: bytes = call.scope.get("raw_path") or call.path.encode()
+        target = b"%s?%s" % (raw_path, call.query) if call.query else raw_path
+        with closing(await vllm.open(call.method, target, head.lines, content, length)) as response:
             try:
-                request = self.body.request
-                if request is None or request.is_plain:
-                    await self._pass(response, b"")
-                elif response.status != 200:
-                    await self._answer(response, in_our_words(await self._vllm.read(response)))
-                elif request.stream:
-                    assert request.tokens is not None  # all else is refused for streams
-                    await self._pass(response, await checked(response, request.tokens))
-                else:
-                    whole = await self._vllm.read(response)
-                    await self._answer(response, await self._answers.whole(request, whole, started))
+                await _answer(call, response, request, vllm, answers, started)
             except Interrupted as error:
                 raise VllmInterrupted(f"vLLM's answer broke: {error}") from error
 
-    async def _asked(self) -> AnswerStream:
-        call, vllm = self._call, self._vllm
-        path: bytes = call.scope.get("raw_path") or call.path.encode()
-        target = b"%s?%s" % (path, call.query) if call.query else path
-        headers = _request_headers(call.scope["headers"], vllm, self.body.request)
-        return await vllm.open(call.method, target, headers, self.body.data())
 
-    async def _pass(self, response: AnswerStream, begun: bytes) -> None:
-        """`begun`: what was read of the answer's body before."""
-        await self._call.start(response.status, _answer_headers(response, HOP_BY_HOP))
-        if begun:
-            await self._call.write(begun, more=True)
-        async for chunk in response:
-            await self._call.write(chunk, more=True)
-        await self._call.write(b"", more=False)
-
-    async def _answer(self, response: AnswerStream, body: bytes) -> None:
-        """An answer with another body than vLLM's."""
-        await self._call.answer(response.status, body, _answer_headers(response, HOP_BY_HOP | {b"content-length"}))
-
-
-def _answer_headers(response: AnswerStream, left_out: Collection[bytes]) -> HeaderList:
-    return [pair for pair in response.headers if pair[0] not in left_out]
+async def _answer(
+    call: Call,
+    response: AnswerStream,
+    request: OpenaiRequest | None,
+    vllm: Vllm,
+    answers: OpenaiAnswers,
+    started: float,
+) -> None:
+    headers, begun = passed_on(response.status, response.headers), b""
+    if request is not None and not request.is_plain:
+        if response.status != 200 or not request.stream:
+            whole = await vllm.read(response)
+            whole = in_our_words(whole) if response.status != 200 else await answers.whole(request, whole, started)
+            kept = [header for header in headers if header[0] != b"content-length"]
+            await Reply(response.status, kept, whole).send(call.send)
+            return
+        assert request.tokens is not None  # all else is refused for streams
+        begun = await checked(response, request.tokens)
+    await pass_back(response, headers, call.send, begun)
 
 
 def _request_headers(given: HeaderList, vllm: Vllm, request: OpenaiRequest | None) -> HeaderList:
     """A key of the client's is for this server; vLLM gets its own, if the operator has given one. An answer that is
     read here must not be compressed."""
-    left_out = HOP_BY_HOP | {b"host", b"expect"} | ({b"authorization"} if vllm.has_key else set())
-    if request is not None:
-        left_out |= {b"content-length"} | (set() if request.is_plain else {b"accept-encoding"})
-    return [*(pair for pair in given if pair[0].lower() not in left_out), *vllm.headers]
+    left_out = {b"authorization"} if vllm.has_key else set()
+    if request is not None and not request.is_plain:
+        left_out.add(b"accept-encoding")
+    return [*(pair for pair in given if pair[0] not in left_out), *vllm.headers]

@@ -14,7 +14,7 @@ from skyrl.inference.sidecar.generate_request import DEFAULT_NEW_TOKENS, Generat
 from skyrl.inference.sidecar.in_flight import InFlight, Sample
 from skyrl.inference.sidecar.pictures import PATH as GENERATE
 from skyrl.inference.sidecar.pictures import PlacedPictures, as_completion, generate_body
-from skyrl.inference.sidecar.vllm import Vllm
+from skyrl.inference.sidecar.vllm import COMPLETIONS, Vllm
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ async def collect(job: Job, vllm: Vllm, in_flight: InFlight, collected: Collecte
     if not await in_flight.send(sample):
         return
     streams = not job.only_whole and (job.request.stream or not job.facts.dev_mode)
-    reading = asyncio.ensure_future((_stream if streams else _whole)(job, vllm, collected, changed))
+    reading = asyncio.ensure_future(_sample(job, vllm, collected, changed, streams=streams))
     given_up = asyncio.ensure_future(sample.given_up.wait())
     try:
         await asyncio.wait({reading, given_up}, return_when=asyncio.FIRST_COMPLETED)
@@ -156,26 +156,19 @@ def named(error: Refused) -> BadRequest:
     return BadRequest(f"{own}: {error.message}{HINTS.get(param, '')}")
 
 
-async def _whole(job: Job, vllm: Vllm, collected: Collected, changed: Callable[[], None]) -> None:
-    body = job.body(stream=False)
-    if job.pictures is None:
-        answer = await vllm.complete(body, job.sample.request_id)
-    else:
-        answer = await vllm.complete(generate_body(body, job.pictures), job.sample.request_id, GENERATE)
+async def _sample(job: Job, vllm: Vllm, collected: Collected, changed: Callable[[], None], *, streams: bool) -> None:
+    body, path, pictures = job.body(streams), COMPLETIONS, job.pictures
+    if pictures is not None:
+        body, path = generate_body(body, pictures), GENERATE
+    logprobs = job.prompt.logprobs is not None
+    if streams:
+        async for chunk in vllm.stream(body, job.sample.request_id, path):
+            one = chunk if pictures is None else as_completion(chunk, job.tokens, chunk=True)
+            collected.add_chunk(one, logprobs=logprobs)
+            changed()
+        return
+    answer = await vllm.complete(body, job.sample.request_id, path)
+    if pictures is not None:
         answer = as_completion(answer, job.tokens, chunk=False)
-    prompt = job.tokens if job.prompt_logprobs else None
-    collected.add_answer(answer, logprobs=job.prompt.logprobs is not None, prompt=prompt)
+    collected.add_answer(answer, logprobs=logprobs, prompt=job.tokens if job.prompt_logprobs else None)
     changed()
-
-
-async def _stream(job: Job, vllm: Vllm, collected: Collected, changed: Callable[[], None]) -> None:
-    body = job.body(stream=True)
-    if job.pictures is None:
-        chunks = vllm.stream(body, job.sample.request_id)
-    else:
-        chunks = vllm.stream(generate_body(body, job.pictures), job.sample.request_id, GENERATE)
-    async for chunk in chunks:
-        if job.pictures is not None:
-            chunk = as_completion(chunk, job.tokens, chunk=True)
-        collected.add_chunk(chunk, logprobs=job.prompt.logprobs is not None)
-        changed()

@@ -15,7 +15,7 @@ from skyrl.inference.sidecar.errors import BadRequest, Busy, NotOffered, Sidecar
 from skyrl.inference.sidecar.facts import WeightVersion
 from skyrl.inference.sidecar.in_flight import InFlight, Pause
 from skyrl.inference.sidecar.settings import SidecarSettings
-from skyrl.inference.sidecar.update_requests import Change, FromDisk, FromGroup, FromMemory, NewGroup
+from skyrl.inference.sidecar.update_requests import Arguments, Change
 from skyrl.inference.sidecar.vllm import Vllm
 from skyrl.inference.sidecar.vllm_weights import Ranks, VllmWeights, longest, rank_results
 
@@ -42,7 +42,7 @@ class Updates:
         self._lock = asyncio.Lock()
         self._unfinished: str | None = None
         """What an update by buckets still lacks."""
-        self._staged_from: tuple[Any, ...] | None = None
+        self._staged_from: Arguments | None = None
         """The request whose checkpoint vLLM has read and not applied."""
         self.weights_away = False
         """The memory of the weights is given away: nothing may read or write them."""
@@ -100,56 +100,33 @@ class Updates:
             self._forget_staged()
             await self._trouble.take_over(FIRST_WEIGHTS)
 
-    async def from_disk(self, request: FromDisk) -> dict[str, Any]:
+    async def from_disk(self, arguments: Arguments, change: Change) -> dict[str, Any]:
         """The answer. Everything is read before it: the caller may delete the directory. Raises SidecarError."""
-        change = request.change
         async with self._present():
-            if not request.stage_only:
+            if not change.stage_only:
                 self._applying.check_in_flight(change)
-            source = (request.model_path, request.base, change.version, change.partial, change.checksums)
+            source = {name: value for name, value in arguments.items() if name != "keep"}
             read: Ranks = []
-            if request.stage_only or self._staged_from != source:  # a trainer that starts again may write anew
-                read = await self._stage(request)
-            if request.stage_only:
+            if change.stage_only or self._staged_from != source:  # a trainer that starts again may write anew
+                self._forget_staged()
+                read = await self._weights.job("read", arguments, self._settings.update_s)
+            if change.stage_only:
                 self._staged_from = source
                 done = "Read and checked; the same request without stage_only applies it."
                 return await self._state(done, read, longest(read), applied=False)
             return await self._apply(change, longest(read))
 
-    async def _stage(self, request: FromDisk) -> Ranks:
-        self._forget_staged()
-        arguments = {
-            "directory": request.model_path,
-            "version": request.change.version,
-            "checksums": request.change.checksums,
-            "partial": request.change.partial,
-            "keep": request.keep,
-            "base": request.base,
-        }
-        return await self._weights.job("read", arguments, self._settings.update_s)
-
     def _forget_staged(self) -> None:
         """Whatever begins now replaces what vLLM has staged."""
         self._unfinished, self._staged_from = None, None
 
-    async def join(self, group: NewGroup) -> Ranks:
+    async def join(self, group: Arguments) -> Ranks:
         """Form a group with the trainer and the other workers. Raises SidecarError."""
-        timeout_s = self._settings.group_s if group.timeout_s is None else group.timeout_s
+        timeout_s = group["timeout_s"] or self._settings.group_s
         async with self.locked():
             self._forget_staged()
-            return await self._weights.job(
-                "join_group",
-                {
-                    "address": group.address,
-                    "port": group.port,
-                    "rank_offset": group.rank_offset,
-                    "world_size": group.world_size,
-                    "name": group.name,
-                    "backend": group.backend,
-                    "timeout_s": timeout_s,
-                },
-                2 * timeout_s + self._settings.control_s,
-            )
+            arguments = group | {"timeout_s": timeout_s}
+            return await self._weights.job("join_group", arguments, 2 * timeout_s + self._settings.control_s)
 
     async def leave(self, name: str) -> Ranks:
         """Raises SidecarError, BadRequest for a group that is not there."""
@@ -157,34 +134,20 @@ class Updates:
             self._forget_staged()
             return await self._weights.call("leave_group", {"name": name})
 
-    async def from_group(self, bucket: FromGroup) -> dict[str, Any]:
+    async def from_group(self, bucket: Arguments, change: Change) -> dict[str, Any]:
         """The answer for one bucket. The last one applies the update. Raises SidecarError; then the whole update must
         be sent again."""
         begun = False
         try:
             async with self._present():
                 begun = True
-                return await self._receive(bucket)
+                self._forget_staged()
+                received = await self._weights.job("receive", bucket, self._settings.update_s)
+                return await self._staged(change, received, len(bucket["names"]))
         except SidecarError as error:
             if not begun:
-                await self.fail_group(bucket.group, error.message)
+                await self.fail_group(bucket["group"], error.message)
             raise
-
-    async def _receive(self, bucket: FromGroup) -> dict[str, Any]:
-        self._forget_staged()
-        received = await self._weights.job(
-            "receive",
-            {
-                "group": bucket.group,
-                "names": bucket.names,
-                "dtypes": bucket.dtypes,
-                "shapes": bucket.shapes,
-                "version": bucket.change.version,
-                "checksums": bucket.change.checksums,
-            },
-            self._settings.update_s,
-        )
-        return await self._staged(bucket.change, received, len(bucket.names))
 
     async def fail_group(self, name: object, why: str) -> None:
         """A bucket of this group was refused before it was received. What the trainer sends for it would be taken for
@@ -193,18 +156,16 @@ class Updates:
             with contextlib.suppress(SidecarError):  # of a vLLM that is gone, or cannot be updated
                 await self._weights.call("fail_group", {"name": name, "why": f"a bucket was refused: {why}"})
 
-    async def from_memory(self, request: FromMemory) -> dict[str, Any]:
+    async def from_memory(self, arguments: Arguments, change: Change) -> dict[str, Any]:
         """The answer for tensors in a trainer's memory, or, without tensors, for all that were staged. Raises
         SidecarError; then the whole update must be sent again."""
         async with self._present():
             self._forget_staged()
-            if request.found is None:
-                named = {"version": request.change.version, "update": request.update}
-                staged = await self._weights.call("staged", named)
+            if "memory" in arguments:
+                staged = await self._weights.job("map", arguments, self._settings.update_s)
             else:
-                staged = await self._weights.job("map", request.found, self._settings.update_s)
-            given = len(request.found["names"]) if request.found else 0
-            return await self._staged(request.change, staged, given, stage_only=request.stage_only)
+                staged = await self._weights.call("staged", arguments)
+            return await self._staged(change, staged, len(arguments.get("names", ())))
 
     async def discard(self) -> Ranks:
         """Forget what is staged. Raises SidecarError."""
@@ -212,15 +173,15 @@ class Updates:
             self._forget_staged()
             return await self._weights.call("discard")
 
-    async def _staged(self, change: Change, received: Ranks, given: int, *, stage_only: bool = False) -> dict[str, Any]:
-        """The answer after some tensors were staged: apply the update if it is whole, unless it is `stage_only`."""
+    async def _staged(self, change: Change, received: Ranks, given: int) -> dict[str, Any]:
+        """The answer after some tensors were staged: apply the update if it is whole, and not `stage_only`."""
         seconds = longest(received)
         lacks = max(rank["missing"] for rank in received)
         if not any(rank["new"] for rank in received):
             known = f"received {given} tensors, which the model has already"
             return await self._state(known, received, seconds, applied=False)
         more = f"received {given} tensors; {lacks} are still to come"
-        if stage_only:
+        if change.stage_only:
             return await self._state(more, received, seconds, applied=False)
         if lacks and not change.partial:
             self._unfinished = f"{lacks} tensors of the update are missing, such as {', '.join(received[0]['some'])}"

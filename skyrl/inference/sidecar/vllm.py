@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from skyrl.http.answers import header_of
-from skyrl.http.client import AnswerStream, HttpClient
+from skyrl.http.client import AnswerStream, HttpClient, lines_of
 from skyrl.http.connection import HEAD_TOO_LONG, NOT_HTTP, HeaderList, Interrupted, NotAccepted
+from skyrl.http.messages import JSON
 from skyrl.inference.sidecar.errors import (
     NotOffered,
     Refused,
@@ -58,12 +59,18 @@ class Vllm:
         return bool(self.headers)
 
     async def open(
-        self, method: str, target: bytes, headers: HeaderList, body: bytes | AsyncIterator[bytes] = b""
+        self,
+        method: str,
+        target: bytes,
+        lines: bytes,
+        body: bytes | AsyncIterator[bytes] = b"",
+        length: int | None = None,
     ) -> AnswerStream:
-        """Send a request to `target`, path and query, and wait for the head of its answer, which must be closed. Raises
-        VllmAway, VllmBroke, VllmInterrupted."""
+        """Send a request to `target`, path and query, and wait for the head of its answer, which must be closed.
+        `lines` are its headers, `length` that of its body: see `AnswerStream.ask`. Raises VllmAway, VllmBroke,
+        VllmInterrupted."""
         try:
-            return await self._client.open(method, self._settings.vllm_url, headers, body, target=target)
+            return await self._client.open(method, self._settings.vllm_url, target, lines, body, length)
         except NotAccepted as error:
             kind = VllmAway if isinstance(error.__cause__, TimeoutError) else VllmGone
             raise kind(f"vLLM cannot be reached: {error}") from error
@@ -132,13 +139,15 @@ class Vllm:
 
     async def _send(self, method: str, path: str, body: Any, request_id: str | None = None) -> AnswerStream:
         headers = self.headers if request_id is None else [*self.headers, (b"x-request-id", request_id.encode())]
-        data = b""
+        data, length = b"", None
         if body is not None:
-            data, headers = msgspec.json.encode(body), [*headers, (b"content-type", b"application/json")]
+            data, headers = msgspec.json.encode(body), [*headers, JSON]
+            length = len(data)
+        target, lines = path.encode(), lines_of(headers)
         try:
-            return await self.open(method, path.encode(), headers, data)
+            return await self.open(method, target, lines, data, length)
         except VllmInterrupted:  # vLLM closed an idle connection just as it was used, or it ended with this request
-            return await self.open(method, path.encode(), headers, data)
+            return await self.open(method, target, lines, data, length)
 
     async def read(self, response: AnswerStream) -> bytes:
         """The whole body. Raises VllmBroke for a larger one than is taken, VllmInterrupted."""

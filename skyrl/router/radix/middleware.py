@@ -19,7 +19,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
-from skyrl.router.messages import AsgiApp, Request, Response
+from skyrl.http.messages import AsgiApp
+from skyrl.router.messages import Request, Response
 from skyrl.router.middleware import CallNext, RouterContext, RouterMiddleware
 from skyrl.router.radix.cache import KEPT_VERSIONS, MAX_BYTES, Prompt, RadixCache
 from skyrl.router.radix.trajectory import Cut, Tokens, Unverified, is_aborted, read_sample

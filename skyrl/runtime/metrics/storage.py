@@ -1,34 +1,12 @@
-"""What a process measures of storage: its own commits, the numbers of rows (in the engine), the traffic of the
-checkpoint store, and the space that is left on the disk of the state directory."""
+"""What a process measures of storage: the numbers of rows (in the engine), the traffic of the checkpoint store, and the
+space that is left on the disk of the state directory."""
 
 from __future__ import annotations
 
 import shutil
-import threading
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
-
-from skyrl.runtime.metrics.tallies import Spreads
-
-COMMIT_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1, 5)
-ROWS_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
-
-
-class CommitMetrics:
-    """Group commits of one or several writers."""
-
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        about = "Time of one group commit, from BEGIN to its end."
-        self._seconds = Spreads(registry, "skyrl_db_commit_seconds", about, COMMIT_BOUNDS).only
-        about = "Writes in one group commit."
-        self._rows = Spreads(registry, "skyrl_db_rows_per_commit", about, ROWS_BOUNDS).only
-        self._lock = threading.Lock()
-
-    def committed(self, rows: int, seconds: float) -> None:
-        with self._lock:
-            self._rows.add(rows)
-            self._seconds.add(seconds)
 
 
 class DatabaseGauges:

@@ -1,7 +1,7 @@
 """The memory and the disk of the host that new work can have.
 
-Memory: what the kernel has left, within the limits of this process's cgroups; and whether this process keeps what it
-has freed. Disk: how much is kept free, a log line when there is less, and which errors mean that the disk is full.
+Memory: what the kernel has left, within the limits of this process's cgroups. Disk: how much is kept free, a log line
+when there is less, and which errors mean that the disk is full.
 """
 
 from __future__ import annotations
@@ -21,22 +21,6 @@ _FILES = {
 }
 """Of cgroups of version 2 and 1, by the controllers in /proc/self/cgroup: where they are mounted, the files with the
 limit and with what is used, and a line of memory.stat."""
-
-
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
-"""Of glibc's mallopt."""
-_AT_ONCE, _LATER = 2**20, 32 * 2**20
-"""Bytes: larger blocks go back to the kernel when they are freed. Smaller ones may leave gaps that nothing fits in."""
-
-
-def give_back_freed(*, at_once: bool) -> None:
-    """Whether blocks from 1 MiB on go back to the kernel as soon as they are freed, or from 32 MiB on. A layer
-    of Qwen3.5's kind with 4,224 rows then needed 0.65 instead of 1.1 GB, and 10 to 20 % more time (measured once, by
-    hand). Without glibc nothing happens."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
-            mallopt(option, _AT_ONCE if at_once else _LATER)
 
 
 def trim() -> None:

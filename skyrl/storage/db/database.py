@@ -1,14 +1,17 @@
 """Connections to the database: one engine for reads and one for writes; and what its URL says.
 
-SQLite and PostgreSQL are set up so that several processes can use the same database. Other packages take `Connection`
-and `Change` from here, and import no SQLAlchemy. The configuration checks a URL first (`readable_url`), without
-SQLAlchemy, so that it loads quickly.
+SQLite and PostgreSQL are set up so that several processes can use the same database. The engine's database waits while
+it is away, and refuses writes once another server has the claim to train on it (`FencedDatabase`). Other packages take
+`Connection` and `Change` from here, and import no SQLAlchemy. The configuration checks a URL first (`readable_url`),
+without SQLAlchemy, so that it loads quickly.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -17,15 +20,18 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from skyrl.base.config.keys import readable_url
 from skyrl.base.config.server import ConfigError
+from skyrl.runtime.processes.backoff import Backoff
+from skyrl.storage.db.faults import is_transient, reason
 
 if TYPE_CHECKING:
     import psycopg
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Change = Callable[[Connection], object]
@@ -245,3 +251,98 @@ def shown_url(url: str) -> str:
 def postgres_conninfo(url: str) -> str:
     """A PostgreSQL URL as libpq reads it, with its password: for connections that do not go through SQLAlchemy."""
     return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
+
+
+FIRST_RETRY_S = 0.1
+MAX_RETRY_S = 5.0
+
+
+class RetryingDatabase(Database):
+    """The engine waits for its database, because an engine that ends must recover all its models.
+
+    A write is also repeated when the connection broke during its commit, so it may be applied twice. Therefore every
+    write must have the same effect when it is applied twice, or must check first whether it was applied.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._stopped_retrying = threading.Event()
+
+    def stop_retrying(self) -> None:
+        """Raise errors at once from now on, also in calls that wait now: the process is about to end."""
+        self._stopped_retrying.set()
+
+    def read(self, query: Callable[[Connection], T]) -> T:
+        return self._retrying(lambda: super(RetryingDatabase, self).read(query))
+
+    def write(self, change: Callable[[Connection], T], *, power_safe: bool = False) -> T:
+        return self._retrying(lambda: super(RetryingDatabase, self).write(change, power_safe=power_safe))
+
+    def _retrying(self, work: Callable[[], T]) -> T:
+        backoff: Backoff | None = None
+        while True:
+            try:
+                return work()
+            except SQLAlchemyError as error:
+                if not is_transient(error) or self._stopped_retrying.is_set():
+                    raise
+                backoff = backoff or Backoff(FIRST_RETRY_S, MAX_RETRY_S)
+                retry_s = backoff.pause()
+                logger.error("the database cannot be used, tried again in %g s: %s", retry_s, reason(error))
+            self._stopped_retrying.wait(retry_s)
+
+
+def claim_owner(connection: Connection) -> str | None:
+    """The server that has the claim to train on this database (`claims`); None when no server has it."""
+    return connection.exec_driver_sql("SELECT owner FROM training_claim WHERE id = 1").scalar()
+
+
+class Displaced(RuntimeError):
+    """Another server has the claim to the database now, or this server has given it up."""
+
+
+class Fence:
+    """Checks whether `server` has the claim. Safe for threads.
+
+    `on_loss` is called on the checking thread each time the claim is found lost.
+    """
+
+    def __init__(self, server: str, on_loss: Callable[[], object] = lambda: None) -> None:
+        self._server = server
+        self._on_loss = on_loss
+        self.lost = False
+        """Whether the claim was found lost. The same process never takes it again."""
+
+    def holds(self, connection: Connection) -> bool:
+        """Whether this server has the claim. Always False after the claim was lost once."""
+        if not self.lost and claim_owner(connection) == self._server:
+            return True
+        self.lost = True
+        self._on_loss()
+        return False
+
+    def check(self, connection: Connection) -> None:
+        """Raises Displaced unless this server has the claim."""
+        if not self.holds(connection):
+            raise Displaced(
+                f"server {self._server} does not train on this database any more: another server has taken over since"
+            )
+
+
+class FencedDatabase(RetryingDatabase):
+    """The engine's database. Once the claim is lost, a write raises Displaced and changes nothing."""
+
+    def __init__(self, url: str, fence: Fence) -> None:
+        super().__init__(url)
+        self._fence = fence
+
+    def write(self, change: Callable[[Connection], T], *, power_safe: bool = False) -> T:
+        def fenced(connection: Connection) -> T:
+            self._fence.check(connection)
+            return change(connection)
+
+        return super().write(fenced, power_safe=power_safe)
+
+    def confirm_claim(self) -> None:
+        """Check the claim before a change outside the database, such as the deletion of a file. Raises Displaced."""
+        self.read(self._fence.check)

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from skyrl.base.types.context_limits import ContextLimits
 from skyrl.storage.db import engine_state
-from skyrl.storage.db.claims import Fence
-from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.db.database import Connection, Database, Fence
 from skyrl.storage.db.faults import DatabaseError, reason
 from skyrl.storage.doorbell import STATE, Doorbell
 

@@ -6,19 +6,16 @@ A key is `tml-<id>-<secret>`. The id is not secret, and finds the key. The datab
 from __future__ import annotations
 
 import hashlib
-import hmac
 import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from sqlalchemy import Connection, bindparam, func, insert, select, union_all, update
+from sqlalchemy import Connection, func, insert, select, union_all, update
 
 from skyrl.storage.db import audit
-from skyrl.storage.db.database import Database
 from skyrl.storage.db.tables import ApiKeyRow, CheckpointRow, SessionRow
-from skyrl.storage.db.writer import GroupCommitWriter
 
 api_keys = ApiKeyRow.__table__  # type: ignore[attr-defined]
 sessions = SessionRow.__table__  # type: ignore[attr-defined]
@@ -29,9 +26,8 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 ALL_SCOPES = frozenset[str](SCOPES)
 MAX_KEYS = 10_000
 """The most keys that are not revoked. Each API process holds them all in memory."""
-MINUTE_S = 60
 _PREFIX = "tml-"
-_ID = slice(len(_PREFIX), len(_PREFIX) + 12)
+ID = slice(len(_PREFIX), len(_PREFIX) + 12)
 
 
 class KeyRefused(ValueError):
@@ -65,11 +61,11 @@ class ListedKey:
     last_used_at: float | None
 
 
-def _key(row: Any) -> ApiKey:
+def key_of(row: Any) -> ApiKey:
     return ApiKey(row.id, row.digest, row.tenant, row.name, frozenset(row.scopes), row.created_at, row.expires_at)
 
 
-def _digest(key: str) -> bytes:
+def digest_of(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -93,7 +89,7 @@ def create(
     text = f"{_PREFIX}{key_id}-{secrets.token_urlsafe(32)}"
     ordered = [scope for scope in SCOPES if scope in set(scopes)]
     owner = tenant or secrets.token_hex(16)
-    key = ApiKey(key_id, _digest(text), owner, name, frozenset(ordered), time.time(), expires_at)
+    key = ApiKey(key_id, digest_of(text), owner, name, frozenset(ordered), time.time(), expires_at)
     connection.execute(insert(api_keys), asdict(key) | {"scopes": ordered})
     audit.record(connection, owner, "key_created", key_id=key_id, name=name, scopes=ordered)
     return text, key
@@ -113,56 +109,4 @@ def listed(connection: Connection, tenant: str | None = None) -> list[ListedKey]
     """All keys, revoked ones too, oldest first; only one tenant's if `tenant` is given."""
     query = select(api_keys).order_by(api_keys.c.created_at, api_keys.c.id)
     rows = connection.execute(query if tenant is None else query.where(api_keys.c.tenant == tenant))
-    return [ListedKey(_key(row), row.revoked_at, row.last_used_at) for row in rows]
-
-
-class Keys:
-    """All keys that are not revoked, in memory: finding a key reads no database.
-
-    The next `refresh` finds the changes of other processes. When the database cannot be read, the keys that were read
-    last stay valid.
-    """
-
-    def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
-        self._database = database
-        self._writer = writer
-        self._held: dict[str, ApiKey] = {}
-        self._used: dict[str, float] = {}
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    async def refresh(self) -> None:
-        """Read the keys from the database again."""
-        query = select(api_keys).where(api_keys.c.revoked_at.is_(None))
-        rows = await self._database.read_async(lambda connection: list(connection.execute(query)))
-        self._held = {row.id: _key(row) for row in rows}
-
-    def find(self, text: str) -> ApiKey | None:
-        """The key with this text, expired or not. Compares digests in constant time."""
-        key = self._held.get(text[_ID])
-        return key if key is not None and hmac.compare_digest(_digest(text), key.digest) else None
-
-    def with_id(self, key_id: str) -> ApiKey | None:
-        """The key with this id, expired or not."""
-        return self._held.get(key_id)
-
-    def use(self, key: ApiKey) -> None:
-        """Note that the key was used now. `note_uses` writes it."""
-        self._used[key.id] = time.time() // MINUTE_S * MINUTE_S
-
-    async def note_uses(self) -> None:
-        """Write the minute of the last use of each key that was used since the last call."""
-        if not self._used:
-            return
-        used, self._used = self._used, {}
-        values = [{"key": key_id, "at": at} for key_id, at in used.items()]
-        # Another process may have written a later use.
-        earlier = api_keys.c.last_used_at.is_(None) | (api_keys.c.last_used_at < bindparam("at"))
-        change = update(api_keys).where(api_keys.c.id == bindparam("key"), earlier).values(last_used_at=bindparam("at"))
-        await self._writer.transact(lambda connection: connection.execute(change, values))
-
-    async def revoke(self, key_id: str) -> None:
-        """Revoke a key. This process refuses it at once, other processes after their next `refresh`."""
-        await self._writer.transact(lambda connection: revoke(connection, key_id))
-        self._held.pop(key_id, None)
+    return [ListedKey(key_of(row), row.revoked_at, row.last_used_at) for row in rows]

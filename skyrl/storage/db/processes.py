@@ -1,7 +1,7 @@
 """The processes that serve one database beside the engine, as they tell each other.
 
 API processes: their heartbeats, which of them owns each pending sample, and the clocks of those that send to one
-inference server (`skyrl.sampling.order`). Inference servers on a Ray cluster: the placement process writes
+inference server (`skyrl.sampling.gate`). Inference servers on a Ray cluster: the placement process writes
 where each runs, the engine and the API processes read it.
 """
 

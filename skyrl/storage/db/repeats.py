@@ -1,66 +1,17 @@
-"""Work that is repeated while the database is away, locked or full.
-
-`RetryingDatabase` repeats its reads and writes, so that they do not fail. `repeat` runs an action every few seconds
-while a process lives, and logs the rounds that fail: one line when the database goes away, and one when it is back.
-"""
+"""Work that a process repeats every few seconds: rounds that fail are logged, one line when the database goes away, and
+one when it is back."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TypeVar
 
-from sqlalchemy import Connection
-from sqlalchemy.exc import SQLAlchemyError
-
-from skyrl.runtime.processes.backoff import Backoff
-from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import is_transient, reason
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-FIRST_RETRY_S = 0.1
-MAX_RETRY_S = 5.0
-
-
-class RetryingDatabase(Database):
-    """The engine waits for its database, because an engine that ends must recover all its models.
-
-    A write is also repeated when the connection broke during its commit, so it may be applied twice. Therefore every
-    write must have the same effect when it is applied twice, or must check first whether it was applied.
-    """
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self._stopped_retrying = threading.Event()
-
-    def stop_retrying(self) -> None:
-        """Raise errors at once from now on, also in calls that wait now: the process is about to end."""
-        self._stopped_retrying.set()
-
-    def read(self, query: Callable[[Connection], T]) -> T:
-        return self._retrying(lambda: super(RetryingDatabase, self).read(query))
-
-    def write(self, change: Callable[[Connection], T], *, power_safe: bool = False) -> T:
-        return self._retrying(lambda: super(RetryingDatabase, self).write(change, power_safe=power_safe))
-
-    def _retrying(self, work: Callable[[], T]) -> T:
-        backoff = Backoff(FIRST_RETRY_S, MAX_RETRY_S)
-        while True:
-            try:
-                return work()
-            except SQLAlchemyError as error:
-                if not is_transient(error) or self._stopped_retrying.is_set():
-                    raise
-                retry_s = backoff.pause()
-                logger.error("the database cannot be used, tried again in %g s: %s", retry_s, reason(error))
-            self._stopped_retrying.wait(retry_s)
-
 
 EARLIEST_FIRST = 0.5
 """The earliest first round, in periods after the start."""

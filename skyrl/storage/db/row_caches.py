@@ -1,16 +1,22 @@
-"""Rows in the memory of an API process: read by id, many with one query, and dropped together with their session.
+"""Rows in the memory of an API process: rows that are read by id, many with one query; rows that are dropped together
+with their session; and all API keys.
 
-Knows neither tables nor statements. Each query begins after all its ids were asked for, so it finds what was committed
-before.
+A query for rows begins after all its ids were asked for, so it finds what was committed before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from skyrl.storage.db.database import MAX_NAMED
+from sqlalchemy import bindparam, select, update
+
+from skyrl.storage.db.database import MAX_NAMED, Database
+from skyrl.storage.db.keys import ID, ApiKey, api_keys, digest_of, key_of, revoke
+from skyrl.storage.db.writer import GroupCommitWriter
 
 Row = TypeVar("Row")
 
@@ -95,3 +101,58 @@ class SessionCache(Generic[T]):
     def drop_session(self, session_id: str) -> None:
         for object_id in self._ids_of.pop(session_id, ()):
             del self._by_id[object_id]
+
+
+MINUTE_S = 60
+
+
+class Keys:
+    """All keys that are not revoked, in memory: finding a key reads no database.
+
+    The next `refresh` finds the changes of other processes. When the database cannot be read, the keys that were read
+    last stay valid.
+    """
+
+    def __init__(self, database: Database, writer: GroupCommitWriter) -> None:
+        self._database = database
+        self._writer = writer
+        self._held: dict[str, ApiKey] = {}
+        self._used: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    async def refresh(self) -> None:
+        """Read the keys from the database again."""
+        query = select(api_keys).where(api_keys.c.revoked_at.is_(None))
+        rows = await self._database.read_async(lambda connection: list(connection.execute(query)))
+        self._held = {row.id: key_of(row) for row in rows}
+
+    def find(self, text: str) -> ApiKey | None:
+        """The key with this text, expired or not. Compares digests in constant time."""
+        key = self._held.get(text[ID])
+        return key if key is not None and hmac.compare_digest(digest_of(text), key.digest) else None
+
+    def with_id(self, key_id: str) -> ApiKey | None:
+        """The key with this id, expired or not."""
+        return self._held.get(key_id)
+
+    def use(self, key: ApiKey) -> None:
+        """Note that the key was used now. `note_uses` writes it."""
+        self._used[key.id] = time.time() // MINUTE_S * MINUTE_S
+
+    async def note_uses(self) -> None:
+        """Write the minute of the last use of each key that was used since the last call."""
+        if not self._used:
+            return
+        used, self._used = self._used, {}
+        values = [{"key": key_id, "at": at} for key_id, at in used.items()]
+        # Another process may have written a later use.
+        earlier = api_keys.c.last_used_at.is_(None) | (api_keys.c.last_used_at < bindparam("at"))
+        change = update(api_keys).where(api_keys.c.id == bindparam("key"), earlier).values(last_used_at=bindparam("at"))
+        await self._writer.transact(lambda connection: connection.execute(change, values))
+
+    async def revoke(self, key_id: str) -> None:
+        """Revoke a key. This process refuses it at once, other processes after their next `refresh`."""
+        await self._writer.transact(lambda connection: revoke(connection, key_id))
+        self._held.pop(key_id, None)

@@ -383,7 +383,7 @@ class ApiProcessRow(SQLModel, table=True):
 
 
 class SampleClockRow(SQLModel, table=True):
-    """The clock of an API process for the samples of one base model (`skyrl.sampling.order`). `base_model`
+    """The clock of an API process for the samples of one base model (`skyrl.sampling.gate`). `base_model`
     is a key as in `EngineStateRow`."""
 
     __tablename__ = "sample_clocks"  # pyright: ignore[reportAssignmentType]

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from prometheus_client import CollectorRegistry
 from sqlalchemy import Connection
 
-from skyrl.runtime.metrics.storage import CommitMetrics
+from skyrl.runtime.metrics.tallies import Spreads
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import is_transient
 from skyrl.storage.db.row_statements import RowConnection, RowStatement, Write
@@ -39,6 +40,26 @@ slow disk stops the event loop for a twentieth of the time at most."""
 
 LOOP_SETTINGS = ("busy_timeout=0", "wal_autocheckpoint=0")
 """The event loop does not wait for the write lock, and does not copy SQLite's log."""
+
+
+COMMIT_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1, 5)
+ROWS_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+
+
+class CommitMetrics:
+    """Group commits of one or several writers."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        about = "Time of one group commit, from BEGIN to its end."
+        self._seconds = Spreads(registry, "skyrl_db_commit_seconds", about, COMMIT_BOUNDS).only
+        about = "Writes in one group commit."
+        self._rows = Spreads(registry, "skyrl_db_rows_per_commit", about, ROWS_BOUNDS).only
+        self._lock = threading.Lock()
+
+    def committed(self, rows: int, seconds: float) -> None:
+        with self._lock:
+            self._rows.add(rows)
+            self._seconds.add(seconds)
 
 
 class GroupCommitWriter:

@@ -299,7 +299,7 @@ class FutureStore:
         if outcome.error is not None:
             self._log_failure(entry, outcome)
         self._entries.set_outcome(entry, outcome)
-        if len(self.ends) and (target := entry.target) is not None:
+        if (target := entry.target) is not None:
             self.ends.ended(target)
 
     def _log_failure(self, entry: Entry, outcome: Outcome) -> None:

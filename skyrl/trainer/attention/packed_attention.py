@@ -20,9 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from skyrl.trainer.attention.divided import Scoring, divided_attention
-from skyrl.trainer.attention.grids import FromCells, Grids, IntoCells, Shape
 from skyrl.trainer.device import HOST
-from skyrl.trainer.rows.packing import AttentionGroup
+from skyrl.trainer.rows.packing import AttentionGroup, FromCells, Grids, IntoCells, Shape
 from skyrl.trainer.shares import SequencePart
 
 SCORES_BYTES = 64 * 2**20

@@ -187,11 +187,11 @@ def mixture_of(routers: Sequence[Any]) -> Mixture | None:
 
 
 def with_frozen_experts(
-    outcome: PassResult | Exception, spec: LoraSpec, targets: Sequence[Target], mixture: Mixture | None
+    outcome: PassResult | Exception, spec: LoraSpec, targets: Sequence[Target]
 ) -> PassResult | Exception:
-    """The outcome of a pass of an adapter that trains `targets`. Its metrics say so if the adapter asked for
+    """The outcome of a pass of a mixture's adapter that trains `targets`. Its metrics say so if the adapter asked for
     `train_mlp`, and does not train the experts of the base model."""
     trains_experts = any(target.experts is not None for target in targets)
-    if mixture is None or trains_experts or not spec.train_mlp or isinstance(outcome, Exception):
+    if trains_experts or not spec.train_mlp or isinstance(outcome, Exception):
         return outcome
     return replace(outcome, metrics=outcome.metrics | {FROZEN_EXPERTS: 1.0})

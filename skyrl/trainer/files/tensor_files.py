@@ -15,7 +15,6 @@ import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -68,7 +67,20 @@ def _find(path: str, name: str) -> Path | None:
     return None if file is None else Path(file)
 
 
-class StoredWeights:
+class _Files:
+    """Files that are open until `close`, or the end of a `with`."""
+
+    def __init__(self) -> None:
+        self._opened = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+
+class StoredWeights(_Files):
     """All tensors of a model's files, with the names that they have in a release that is not quantized.
 
     Has the methods of one opened file of safetensors. Close it after the last tensor."""
@@ -85,7 +97,7 @@ class StoredWeights:
         self._keep_quantized = keep_quantized
         self._readers: dict[str, Any] = {}
         self._quantized: dict[str, QuantizedSlice] = {}
-        self._opened = ExitStack()
+        super().__init__()
         try:
             for file in files:
                 reader = self._open(file)
@@ -94,14 +106,6 @@ class StoredWeights:
         except BaseException:
             self._opened.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._opened.close()
 
     def keys(self) -> list[str]:
         return [*self._readers, *self._quantized]
@@ -164,7 +168,7 @@ def row_parts(shape: Sequence[int]) -> Iterator[slice]:
         yield slice(start, min(start + step, shape[0]))
 
 
-class TensorFiles:
+class TensorFiles(_Files):
     """Writes safetensors files in pieces of any order. Close it after the last piece."""
 
     def __init__(
@@ -178,7 +182,7 @@ class TensorFiles:
         files with their headers. Raises OSError."""
         self._places: dict[str, tuple[int, int, int]] = {}
         """By tensor: the descriptor of its file, where it begins in the file, and the size of an element."""
-        self._opened = ExitStack()
+        super().__init__()
         for name, shapes in files.items():
             offset = 0
             header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -196,14 +200,6 @@ class TensorFiles:
             os.truncate(file.fileno(), start + offset)
             for key in shapes:
                 self._places[key] = file.fileno(), start + header[key]["data_offsets"][0], of[key].itemsize
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._opened.close()
 
     def write(self, key: str, begin: int, values: npt.NDArray[Any]) -> None:
         """Write elements of a tensor, from its element `begin` on. `values`: the elements' bytes, contiguous, of any
@@ -241,7 +237,7 @@ def sharded_files(
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-class StoredTensors:
+class StoredTensors(_Files):
     """Reads float32 tensors of safetensors files in pieces. Close it after the last piece."""
 
     def __init__(self, files: Iterable[Path], expected: Shapes, others: Collection[str] = ()) -> None:
@@ -249,7 +245,7 @@ class StoredTensors:
         OSError or SafetensorError when files are missing or damaged."""
         self._places: dict[str, tuple[int, int]] = {}
         found: dict[str, tuple[int, ...]] = {}
-        self._opened = ExitStack()
+        super().__init__()
         try:
             for path in files:
                 with safe_open(path, framework="np"):  # checks the header, and the length of the file
@@ -270,14 +266,6 @@ class StoredTensors:
         except BaseException:
             self._opened.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._opened.close()
 
     def read(self, key: str, begin: int, into: npt.NDArray[np.float32]) -> None:
         """Fill a flat array from a tensor's element `begin` on. Raises OSError."""

@@ -6,7 +6,6 @@ Knows nothing of the model's layers, or of batches.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -60,21 +59,6 @@ class FullParameters(Buffers):
         super().__init__(device)
         self.weights = dict(weights)
         self.shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        self._numel = sum(map(math.prod, self.shapes.values()))
-
-    @property
-    def numel(self) -> int:
-        return self._numel
-
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Named tensors that share memory with a flat buffer."""
-        views: dict[str, Tensor] = {}
-        offset = 0
-        for name, shape in self.shapes.items():
-            size = math.prod(shape)
-            views[name] = flat[offset : offset + size].view(shape)
-            offset += size
-        return views
 
     def chunks(self, size: int) -> Iterator[tuple[Tensor, slice]]:
         offset = 0

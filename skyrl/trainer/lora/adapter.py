@@ -69,10 +69,6 @@ class Adapter(Buffers):
         self.shapes = {name: share.part(shape) for name, shape in whole_shapes(spec, self.targets).items()}
         self.weights = self._initial_weights().to(device) if drawn else torch.empty(0, device=device)
 
-    @property
-    def numel(self) -> int:
-        return len(self.weights)
-
     def chunks(self, size: int) -> Iterator[tuple[Tensor, slice]]:
         for start in range(0, len(self.weights), size):
             place = slice(start, min(start + size, len(self.weights)))
@@ -92,16 +88,6 @@ class Adapter(Buffers):
                 drawn = torch.rand(whole[name], generator=generator) * (2 * bound) - bound
                 view.copy_(self._share.of_matrices(drawn))
         return flat
-
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Named matrices that share memory with `flat`, a buffer as long as `weights`."""
-        views: dict[str, Tensor] = {}
-        offset = 0
-        for name, shape in self.shapes.items():
-            size = math.prod(shape)
-            views[name] = flat[offset : offset + size].view(shape)
-            offset += size
-        return views
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """A flat float32 buffer on the adapter's device from named matrices. Raises ValueError unless names and shapes

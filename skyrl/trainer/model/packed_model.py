@@ -263,6 +263,10 @@ class PackedModel(nn.Module):
             for of_rows, segment in zip(targets, segments, strict=True)
         ]
 
+    def reshard(self) -> None:
+        """Free the gathered parameters outside the decoder layers, which FSDP2 keeps after the forward of a root module
+        for its backward. A model that is not divided has none: FSDP2's own method takes the place of this one."""
+
     def packed_logits(self, packed: PackedItem) -> Tensor:
         """The base model's logits of packed rows, float32 [rows, vocabulary]."""
         hidden = self._hidden_states([packed])
@@ -306,7 +310,8 @@ class PackedModel(nn.Module):
 
     def _hidden_states(self, slices: Sequence[PackedItem]) -> Tensor:
         """Final hidden states [rows, hidden] of packed slices, with the active segments."""
-        self.routing.follow(slices)
+        if self.mixture is not None:
+            self.routing.follow(slices)
         layout: dict[str, Any] = {}
         if self.reach:
             recomputed = self.recomputation is not None and self.recomputation.recomputes

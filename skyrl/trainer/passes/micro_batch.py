@@ -1,57 +1,368 @@
-"""Micro-batches: what the model gets of their items, and what items give to the sums of their passes.
+"""Micro-batches: what the model gets of their items, their losses, and the gradients of these with respect to logprobs.
 
-Every item has its own leaves of the adapter's weights, and the gradients of items are added in order. So where items
-run one at a time on a CPU, the results of a pass do not depend on other passes, to the last bit.
-
-Passes of one adapter run as one if their sequences have prefixes in common. Their sequences have one tree, so that rows
-are shared between passes; each pass keeps its own loss, metrics and failures. A row that several passes share counts
-for the first of them. Their gradients come as one sum. So if a pass is found to be at fault after the sum has a part of
-it, the sum is dropped and the passes run again apart. If the first of them fails without that, none counts the row.
-Knows nothing of requests or where results go.
+One copy takes the inputs of all losses to the device, where all stay until one copy takes what the host needs. Losses
+of one kind are computed at once, for all passes of a micro-batch. Knows which inputs a loss has. Knows nothing of
+formulas, of the model or of adapters.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, groupby, pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skyrl.trainer.device import HOST, base_dtype, failure_of
+from skyrl.trainer.checks import loss_config, text_entries
+from skyrl.trainer.device import failure_of, read_back, uploaded
 from skyrl.trainer.lora.linear import LoraSegment
-from skyrl.trainer.lora.products import groups_adapters
-from skyrl.trainer.losses import Tally
+from skyrl.trainer.losses import LossFunction, LossInputs, LossValue, Tally
 from skyrl.trainer.model.logprobs import Targets
-from skyrl.trainer.passes.micro_batch_losses import MicroBatchLosses, PartScore, losses_of, trained_entries
 from skyrl.trainer.passes.pass_run import (
     MicroBatchItem,
-    PassRun,
+    PartScore,
     PassShare,
-    ShareResult,
-    SinglePassRun,
-    not_finite,
-    segment_of,
-    side_by_side,
-    together,
 )
-from skyrl.trainer.protocol import Datum, OutOfMemory
+from skyrl.trainer.protocol import Datum
 from skyrl.trainer.rows import packing
-from skyrl.trainer.rows.prefixes import lay_out
+from skyrl.trainer.rows.packing import PackedItem, pack, pack_alone
+from skyrl.trainer.rows.prefixes import Layout, RowRange, lay_out
+from skyrl.trainer.rows.routed_experts import FIELD
+from skyrl.trainer.shares import SequencePart
 from skyrl.trainer.vision import Seen, VisionTower
+
+_Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class ItemResult:
-    """`parts`: of each pass that has sequences in the slice."""
+class LossGroup:
+    """Parts whose losses are computed as one. They have one loss function and the same settings.
 
-    parts: Sequence[PartScore]
+    numbers: of the parts, among those of the micro-batch. entries: how many targets they have. inputs: those of one
+    part after those of another, without the targets that are tokens of pictures. active: int64 [A], the places of the
+    entries with an advantage, and `active_of` how many each part has; None: the loss has no advantages. weights_of: the
+    sum of each part's weights, NaN if one of them is negative; None: the loss has no weights.
+    part_of_entry: int64 [entries], part_of_active: int64 [A], the place of its part in `numbers`; None for one part.
+    `joins_passes`: some of the parts have one gradient with parts of other passes.
+    """
+
+    numbers: Sequence[int]
+    parts: Sequence[PassShare]
+    entries: int
+    function: LossFunction
+    config: Mapping[str, float]
+    inputs: LossInputs
+    active: Tensor | None
+    active_of: Sequence[int]
+    weights_of: Sequence[float | None]
+    part_of_entry: Tensor | None
+    part_of_active: Tensor | None
+    joins_passes: bool
+
+    def value(self, logprobs: Tensor) -> LossValue:
+        """logprobs: float32 [entries]."""
+        if self.inputs.entries is not None:
+            logprobs = logprobs.index_select(0, self.inputs.entries)
+        return self.function(logprobs, self.inputs, self.config)
+
+
+@dataclass(frozen=True)
+class MicroBatchLosses:
+    """The losses of a micro-batch. order: int64 [entries], the places of the groups' entries among those of the
+    micro-batch; None: the groups have them in that order."""
+
+    groups: Sequence[LossGroup] = ()
+    order: Tensor | None = None
+
+
+def losses_of(batch: Sequence[MicroBatchItem], device: torch.device, *, joined: bool) -> MicroBatchLosses:
+    """The losses of the parts of some slices. With `joined`, those of one kind make a group; else each part is one."""
+    parts = [(part, piece.running.joins_passes) for piece in batch for part in piece.parts]
+    of_kind: dict[object, list[int]] = {}
+    for number, (part, _) in enumerate(parts):
+        kind = part.loss.function, _names(part), tuple(sorted(_config(part).items()))
+        of_kind.setdefault(kind if joined else number, []).append(number)
+    found = [
+        _group(numbers, [parts[number][0] for number in numbers], joins_passes=any(parts[n][1] for n in numbers))
+        for numbers in of_kind.values()
+    ]
+    order = _order([*of_kind.values()], [part.entries for part, _ in parts])
+    arrays = [array for of_group, _ in found for array in of_group]
+    tensors = iter(uploaded(arrays if order is None else [*arrays, order], device))
+    groups = [made(tensors) for _, made in found]
+    return MicroBatchLosses(groups, None if order is None else next(tensors))
+
+
+def trained_entries(part: PassShare) -> npt.NDArray[np.bool_]:
+    """The entries where the part's loss may have a gradient: bool [M]. At least one, so that the loss always has a
+    graph. Without a backward they are the same, so that the logprobs are the same bits."""
+    trained = part.loss.trained
+    found = np.ones(part.entries, np.bool_) if trained is None else _entries(part, trained) != 0
+    if (text := text_entries(part.data)) is not None:
+        found &= text
+    if not found.any():
+        found[0] = True
+    return found
+
+
+def _names(part: PassShare) -> tuple[str, ...]:
+    return (*part.loss.required, *part.loss.optional)
+
+
+def _config(part: PassShare) -> dict[str, float]:
+    training_pass = part.running.training_pass
+    return loss_config(training_pass.loss_fn, part.loss, training_pass.loss_config)
+
+
+def _order(groups: Sequence[Sequence[int]], entries: Sequence[int]) -> _Ints | None:
+    """`MicroBatchLosses.order`. entries: of each part of the micro-batch."""
+    numbers = [number for group in groups for number in group]
+    if numbers == sorted(numbers):
+        return None
+    places = np.split(np.arange(sum(entries)), np.cumsum(entries)[:-1])
+    return np.concatenate([places[number] for number in numbers])
+
+
+def _group(
+    numbers: Sequence[int], parts: Sequence[PassShare], *, joins_passes: bool
+) -> tuple[list[npt.NDArray[Any]], Callable[[Iterator[Tensor]], LossGroup]]:
+    """What the group needs on the device, and what makes the group of that."""
+    inputs = {name: np.concatenate([_entries(part, name) for part in parts]) for name in _names(parts[0])}
+    data = [datum for part in parts for datum in part.data]
+    sizes = [datum.loss_inputs["target_tokens"].size for datum in data]
+    datum_of_entry = np.repeat(np.arange(len(sizes)), sizes)
+    part_of_entry = np.repeat(np.arange(len(parts)), [part.entries for part in parts])
+    text, part_of_text = text_entries(data), part_of_entry
+    if text is not None:
+        inputs = {name: array[text] for name, array in inputs.items()}
+        datum_of_entry, part_of_text = datum_of_entry[text], part_of_entry[text]
+    weights_of: list[float | None] = [None] * len(parts)
+    if (weights := inputs.get("weights")) is not None:
+        weights_of = np.bincount(part_of_text, np.where(weights < 0, np.nan, weights), minlength=len(parts)).tolist()
+    places = {"datum": datum_of_entry}
+    if text is not None:
+        places["entries"] = np.flatnonzero(text)
+    part_of_active = part_of_text[:0]
+    if "advantages" in inputs:
+        places["active"] = np.flatnonzero(inputs["advantages"])
+        part_of_active = part_of_text[places["active"]]
+    if len(parts) > 1:
+        places["part_of_entry"] = part_of_entry
+        if "active" in places:
+            places["part_of_active"] = part_of_active
+
+    def made(tensors: Iterator[Tensor]) -> LossGroup:
+        of_inputs = {name: next(tensors) for name in inputs}
+        there = {name: next(tensors) for name in places}
+        return LossGroup(
+            numbers,
+            parts,
+            sum(sizes),
+            parts[0].loss.function,
+            _config(parts[0]),
+            LossInputs(of_inputs, there["datum"], len(sizes), there.get("entries")),
+            there.get("active"),
+            np.bincount(part_of_active, minlength=len(parts)).tolist(),
+            weights_of,
+            there.get("part_of_entry"),
+            there.get("part_of_active"),
+            joins_passes,
+        )
+
+    return [*inputs.values(), *places.values()], made
+
+
+def _entries(part: PassShare, name: str) -> npt.NDArray[np.float32]:
+    """One input of the part, float32 [M]."""
+    default = part.loss.optional.get(name, 0.0)
+    return np.concatenate(
+        [
+            datum.loss_inputs[name].reshape(-1).astype(np.float32)
+            if name in datum.loss_inputs
+            else np.full(datum.loss_inputs["target_tokens"].size, default, np.float32)
+            for datum in part.data
+        ]
+    )
+
+
+_MAX_LOG_RATIO = 20.0
+"""In metrics (never in losses) ratios are capped at e^20, so that an outlier leaves the mean finite."""
+
+
+@dataclass(frozen=True)
+class GroupSums:
+    """Sums of the losses of a group's parts, on the device. numbers: float64, flat: for each of `names` one number of
+    each part. The sums of ratios are over entries with an advantage. `counts`, if it is there, is 0 for a part whose
+    gradient was left out."""
+
+    group: LossGroup
+    names: tuple[str, ...]
+    numbers: Tensor
+
+    @staticmethod
+    @torch.no_grad()
+    def of(group: LossGroup, value: LossValue, total: Tensor) -> GroupSums:
+        """total: `value.total`."""
+        if group.part_of_entry is None:
+            return _sums_of_one(group, value, total)
+        return _sums_of_each(group, value, group.part_of_entry)
+
+    def tallies(self, found: npt.NDArray[np.float64]) -> list[Tally]:
+        """Of each part. found: `numbers` on the host."""
+        tallies: list[Tally] = []
+        group = self.group
+        for part, active, weights, numbers in zip(
+            group.parts, group.active_of, group.weights_of, self._by_part(found), strict=True
+        ):
+            of_part = dict(zip(self.names, numbers, strict=True))
+            with np.errstate(over="ignore"):  # a sum beyond float32 is infinite, however it was computed
+                loss = float(np.float32(of_part["loss"]))
+            tally = Tally(loss, part.tokens, part.rows, clipped=of_part.get("clipped"), weights=weights)
+            if "ratio" in of_part and active:
+                tally.active, tally.kl = active, -of_part["log_ratio"]
+                tally.ratio, tally.ratio_max = of_part["ratio"], of_part["ratio_max"]
+            tallies.append(tally)
+        return tallies
+
+    def counts(self, found: npt.NDArray[np.float64]) -> list[bool]:
+        """Whether each part counts. found: `numbers` on the host."""
+        if "counts" not in self.names:
+            return [True] * len(self.group.parts)
+        place = self.names.index("counts")
+        return [numbers[place] != 0 for numbers in self._by_part(found)]
+
+    def _by_part(self, found: npt.NDArray[np.float64]) -> list[list[float]]:
+        return found.reshape(len(self.names), -1).T.tolist()
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of a micro-batch, on the device. logprobs: float32 [entries]. gradient: of all losses with respect to logprobs,
+    float32 [entries]; None without a backward. errors: of parts whose loss has raised, by number."""
+
+    logprobs: Tensor
+    sums: Sequence[GroupSums]
     gradient: Tensor | None
+    errors: Mapping[int, tuple[PassShare, Exception]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(losses: MicroBatchLosses, logprobs: Tensor, *, backward: bool, apart: bool = False) -> Scores:
+        """The graph of `logprobs` is left alone. With `backward`, the gradient of a part that has one gradient with
+        other passes is 0 if the part's loss or its gradient is not finite. With `apart`, a loss that raises fails its
+        part alone, of which each group has one; the part's gradient is 0."""
+        logprobs = logprobs.detach()
+        if not losses.groups:
+            return Scores(logprobs, [], torch.zeros_like(logprobs) if backward else None)
+        ordered = logprobs if losses.order is None else logprobs.index_select(0, losses.order)
+        leaves = [
+            own.detach().requires_grad_(backward) for own in ordered.split([group.entries for group in losses.groups])
+        ]
+        totals: list[Tensor] = []
+        sums: list[GroupSums] = []
+        errors: dict[int, tuple[PassShare, Exception]] = {}
+        for group, own in zip(losses.groups, leaves, strict=True):
+            try:
+                value = group.value(own)
+                total = value.total
+                sums.append(GroupSums.of(group, value, total))
+            except Exception as error:
+                if not apart:
+                    raise
+                total = own.sum() * 0
+                errors[group.numbers[0]] = group.parts[0], failure_of(error, logprobs.device)
+            totals.append(total)
+        if not backward:
+            return Scores(logprobs, sums, None, errors)
+        gradients = list(torch.autograd.grad(totals, leaves))
+        for number, group in enumerate(losses.groups):
+            if group.joins_passes:
+                sums[number], gradients[number] = _without_not_finite(sums[number], gradients[number])
+        gradient = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+        if losses.order is not None:
+            gradient = torch.empty_like(gradient).index_copy_(0, losses.order, gradient)
+        return Scores(logprobs, sums, gradient, errors)
+
+    def read(self) -> list[PartScore]:
+        """Of each part, in the order of the micro-batch. Waits for the device once."""
+        if not self.sums and not self.errors:
+            return []
+        numbers, (logprobs,) = read_back([each.numbers for each in self.sums], [self.logprobs])
+        found: list[tuple[int, PassShare, Tally, bool, Exception | None]] = [
+            (number, part, tally, counts, None)
+            for each, own in zip(self.sums, numbers, strict=True)
+            for number, part, tally, counts in zip(
+                each.group.numbers, each.group.parts, each.tallies(own), each.counts(own), strict=True
+            )
+        ]
+        found += [(number, part, Tally(), False, error) for number, (part, error) in self.errors.items()]
+        scores: list[PartScore] = []
+        start = 0
+        for _, part, tally, counts, error in sorted(found, key=lambda each: each[0]):
+            stop = start + part.entries
+            scores.append(PartScore(tally, by_datum(logprobs[start:stop], part.data), counts, error))
+            start = stop
+        return scores
+
+
+def by_datum(logprobs: npt.NDArray[np.float32], data: Sequence[Datum]) -> list[npt.NDArray[np.float32]]:
+    """Logprobs [entries] of some sequences, for each in the shape of its target_tokens."""
+    shapes = [datum.loss_inputs["target_tokens"].shape for datum in data]
+    flat = np.split(logprobs, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+    return [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
+
+
+def _sums_of_one(group: LossGroup, value: LossValue, total: Tensor) -> GroupSums:
+    if value.log_ratio is None or group.active is None:
+        return GroupSums(group, ("loss",), total.double().reshape(1))
+    log_ratio = value.log_ratio.index_select(0, group.active)
+    ratio = log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
+    found = {
+        "loss": total,
+        "ratio": ratio.sum(),
+        "log_ratio": log_ratio.sum(),
+        "ratio_max": ratio.max() if len(ratio) else total,
+    }
+    if value.clipped is not None:
+        found["clipped"] = value.clipped.index_select(0, group.active).sum()
+    return GroupSums(group, tuple(found), torch.stack([each.double() for each in found.values()]))
+
+
+def _sums_of_each(group: LossGroup, value: LossValue, part_of_entry: Tensor) -> GroupSums:
+    """As many operations as for one part. No part's numbers change those of another part."""
+    if group.inputs.entries is not None:
+        part_of_entry = part_of_entry.index_select(0, group.inputs.entries)
+    zeros = value.terms.new_zeros(len(group.parts), dtype=torch.float64)
+    losses = zeros.index_add(0, part_of_entry, value.terms.double())
+    if value.log_ratio is None or group.active is None or group.part_of_active is None:
+        return GroupSums(group, ("loss",), losses)
+    log_ratio = value.log_ratio.index_select(0, group.active)
+    ratio = log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
+    found = {"ratio": ratio, "log_ratio": log_ratio}
+    if value.clipped is not None:
+        found["clipped"] = value.clipped.index_select(0, group.active).to(ratio.dtype)
+    columns = torch.stack([*found.values()]).double()
+    sums = columns.new_zeros(len(found), len(group.parts)).index_add_(1, group.part_of_active, columns)
+    ratio_max = zeros.scatter_reduce(0, group.part_of_active, columns[0], "amax")  # no ratio is below 0
+    return GroupSums(group, ("loss", *found, "ratio_max"), torch.cat([losses, sums.view(-1), ratio_max]))
+
+
+def _without_not_finite(sums: GroupSums, gradient: Tensor) -> tuple[GroupSums, Tensor]:
+    """The sums with `counts`, and the gradient [entries] of the group with 0 for the parts that do not count."""
+    group, losses = sums.group, sums.numbers[: len(sums.group.parts)].float()
+    finite = gradient.isfinite()
+    if group.part_of_entry is None:
+        counts = losses.isfinite() & finite.all()
+        kept = counts
+    else:
+        broken = torch.zeros_like(losses).index_add_(0, group.part_of_entry, finite.logical_not().float())
+        counts = losses.isfinite() & (broken == 0)
+        kept = counts.index_select(0, group.part_of_entry)
+    numbers = torch.cat([sums.numbers, counts.double()])
+    return replace(sums, names=(*sums.names, "counts"), numbers=numbers), torch.where(kept, gradient, 0)
 
 
 @dataclass(frozen=True)
@@ -72,28 +383,10 @@ class MicroBatch:
         batch: Sequence[MicroBatchItem],
         seen: Sequence[Mapping[str, Seen]],
         device: torch.device,
-        *,
-        backward: bool,
-        alone: bool,
-    ) -> MicroBatch:
-        """With `backward`, each slice gets its own leaves of its adapter's weights. `seen`: the pictures of each
-        slice. `alone`: there are no other ranks, so adapters may be updated together (`grouped`)."""
-        parts = together(batch) if alone and groups_adapters(device) else None
-        made = MicroBatch.without_adapters(batch, seen, device, parts)
-        dtype = base_dtype(device)
-        for index, part in enumerate(made.parts):
-            slices, packed = batch[part.start : part.stop], made.packed[part.start : part.stop]
-            made.segments[index] = segment_of(slices, packed, dtype, backward=backward)
-        return made
-
-    @staticmethod
-    def without_adapters(
-        batch: Sequence[MicroBatchItem],
-        seen: Sequence[Mapping[str, Seen]],
-        device: torch.device,
         parts: Sequence[range] | None = None,
     ) -> MicroBatch:
-        """`parts`: consecutive slices that make a segment; None: each slice makes one."""
+        """Without adapters' matrices. `seen`: the pictures of each slice. `parts`: consecutive slices that make a
+        segment; None: each slice makes one."""
         losses = losses_of(batch, device, joined=parts is not None)
         made = MicroBatch(parts=parts or [range(number, number + 1) for number in range(len(batch))], losses=losses)
         for piece, pictures in zip(batch, seen, strict=True):
@@ -111,11 +404,6 @@ class MicroBatch:
         return made
 
 
-def grouped(batch: list[MicroBatchItem], device: torch.device) -> list[MicroBatchItem]:
-    """In the order in which adapters can be updated together, where the device gains by that."""
-    return side_by_side(batch) if groups_adapters(device) else batch
-
-
 def look_at(tower: VisionTower | None, piece: MicroBatchItem) -> Mapping[str, Seen]:
     """The pictures of a checked slice, by digest. Raises InvalidRequest as `VisionTower.look_at`."""
     found: dict[str, Seen] = {}
@@ -126,148 +414,34 @@ def look_at(tower: VisionTower | None, piece: MicroBatchItem) -> Mapping[str, Se
     return found
 
 
-def item_gradients(
-    logprobs: Sequence[Tensor],
-    segments: Sequence[LoraSegment],
-    starts: Sequence[Tensor],
-    *,
-    also: Sequence[Tensor] = (),
-    unused: bool = False,
-) -> list[Tensor]:
-    """The gradient of each slice of some segments, flat float32 in the order of its adapter's buffers, from one
-    backward for all slices. `starts`: the gradients with respect to `logprobs`, float32 [entries] each. The backward
-    goes to the tensors `also`, too. With `unused`, matrices that computed nothing get zeros; else they are an error."""
-    leaves = [[leaf for pair in segment.pairs.values() for leaf in pair] for segment in segments]
-    wanted = [*(leaf for of_slice in leaves for leaf in of_slice), *also]
-    gradients = iter(torch.autograd.grad(logprobs, wanted, starts, materialize_grads=unused))
-    found: list[Tensor] = []
-    for segment, of_segment in zip(segments, leaves, strict=True):
-        own = [next(gradients) for _ in of_segment]
-        if segment.stack is not None:
-            found += segment.stack.gradients(own)
-        elif own:
-            found.append(torch.cat([gradient.reshape(-1) for gradient in own]).float())
-    return found
+def one_token(device: torch.device) -> MicroBatch:
+    """A micro-batch for a rank that has nothing to do while others have."""
+    token = np.zeros(1, np.int64)
+    packed = pack_alone([Datum(token, {})], device)
+    targets = Targets.of([token], packed.layout.rows_of, np.ones(1, np.bool_), device)
+    return MicroBatch([packed], [targets], [LoraSegment(0, 1, 1.0)])
 
 
-def record(piece: MicroBatchItem, result: ItemResult) -> None:
-    """Add what a slice has given to its passes, and its gradient to that of what it belongs to."""
-    running = piece.running
-    for part, of_part in zip(piece.parts, result.parts, strict=True):
-        of_pass = part.running
-        of_pass.tally.add_all(of_part.tally)
-        if of_part.counts and of_pass.error is None and math.isfinite(of_pass.tally.loss):
-            of_pass.results.append(ShareResult(part.indices, of_part.logprobs, of_part.tally))
-            continue
-        error = of_pass.error or of_part.error or not_finite(of_pass.training_pass, of_pass.tally.loss)
-        of_pass.fail(error)
-        # Then the gradient of this slice, or of an earlier one, has a part of it.
-        if of_pass.training_pass.backward and (of_part.counts or of_pass.results):
-            running.fail(error)
-    if running.error is None and result.gradient is not None:
-        running.gradient = result.gradient if running.gradient is None else running.gradient.add_(result.gradient)
+def part_of(item: MicroBatchItem, part: SequencePart, device: torch.device, *, backward: bool) -> MicroBatch:
+    """The part's rows of an adapter's sequence; the losses are of the whole sequence."""
+    (datum,), (of_pass,) = item.data, item.parts
+    packed = packed_part(datum, part, device)
+    target_tokens = datum.loss_inputs["target_tokens"]
+    width = target_tokens.size // len(datum.tokens)
+    trained = trained_entries(of_pass)[part.start * width : part.stop * width].copy()
+    if not trained.any():  # as `trained_entries`
+        trained[0] = True
+    targets = Targets.of([target_tokens[part.start : part.stop]], packed.layout.rows_of, trained, device)
+    adapter = item.running.model
+    segment = LoraSegment(0, packed.stop, adapter.scale, adapter.leaves(backward))
+    return MicroBatch([packed], [targets], [segment], losses=losses_of([item], device, joined=False))
 
 
-logger = logging.getLogger(__name__)
-
-
-@dataclass
-class JoinedPasses(PassRun):
-    """Passes of one adapter. `data`: the sequences of the first pass, then those of the second, and so on."""
-
-    members: Sequence[SinglePassRun]
-
-    joins_passes = True
-
-    def __post_init__(self) -> None:
-        self._data = [datum for member in self.members for datum in member.data]
-        self._starts = [0, *accumulate(len(member.data) for member in self.members)]
-
-    @property
-    def data(self) -> Sequence[Datum]:
-        return self._data
-
-    def _find_trained(self) -> Sequence[bool]:
-        return [trained for member in self.members for trained in member.trained]
-
-    def parts(self, indices: Sequence[int], rows: int) -> list[PassShare]:
-        found: list[PassShare] = []
-        stop, counted = 0, 0
-        for number, group in groupby(indices, self._member):
-            own = [index - self._starts[number] for index in group]
-            stop += len(own)
-            together = rows if stop == len(indices) else self.tree.rows(indices[:stop])
-            found.append(PassShare(self.members[number], own, together - counted))
-            counted = together
-        return found
-
-    def left(self, indices: Sequence[int]) -> Sequence[int]:
-        if self.error is not None:
-            return []
-        return [index for index in indices if self.members[self._member(index)].error is None]
-
-    @property
-    def share_rows(self) -> bool:
-        """Whether sequences of different passes have rows in common."""
-        return any(len(set(map(self._member, family))) > 1 for family in self.tree.families)
-
-    def divide_tree(self) -> None:
-        """Give each pass its part of the tree, if passes share no rows."""
-        for member, (start, stop) in zip(self.members, pairwise(self._starts), strict=True):
-            member.tree = self.tree.of_range(start, stop)
-
-    def begin_again(self) -> list[SinglePassRun]:
-        """The passes that have not failed themselves, without results."""
-        left = [member for member in self.members if member.error is None]
-        for member in left:
-            member.tally, member.results = Tally(), []
-        return left
-
-    def _member(self, index: int) -> int:
-        return bisect_right(self._starts, index) - 1
-
-
-def join_passes(passes: Sequence[SinglePassRun]) -> list[PassRun]:
-    """What runs: the passes of an adapter as one if they have prefixes in common, other passes as they are. Adapters
-    come in the order of their first passes."""
-    of_adapter: dict[str, list[SinglePassRun]] = {}
-    for each in passes:
-        of_adapter.setdefault(each.training_pass.model_id, []).append(each)
-    found: list[PassRun] = []
-    for members in of_adapter.values():
-        together = _joined(members) if len(members) > 1 else None
-        found += members if together is None else [together]
-    return found
-
-
-def _joined(members: Sequence[SinglePassRun]) -> JoinedPasses | None:
-    """None if the passes share no rows, or if there is no memory to find that out."""
-    try:
-        together = JoinedPasses(members[0].model, members)
-        if together.share_rows:
-            return together
-        together.divide_tree()
-        return None
-    except Exception as error:  # passes that run apart are right, too; one that cannot be divided fails by itself
-        if not isinstance(failure_of(error, HOST), OutOfMemory):
-            logger.exception("the rows that passes share could not be found: they run apart")
-        return None
-
-
-def have_finite_norms(finished: Sequence[PassRun], device: torch.device) -> list[bool]:
-    """Whether the norm of each gradient is finite, as the optimizer's step asks; True without a gradient. One whose
-    norm cannot be computed fails."""
-    gradients = [each.gradient for each in finished if each.gradient is not None]
-    if not gradients:
-        return [True] * len(finished)
-    try:
-        of_each = torch._foreach_norm(gradients)  # type: ignore[attr-defined]
-        norms = iter(torch.stack(of_each).tolist())
-    except Exception as error:  # the outcome of one pass; others go on
-        failure = failure_of(error, device)
-    else:
-        return [each.gradient is None or math.isfinite(next(norms)) for each in finished]
-    if len(finished) > 1:
-        return [is_finite for each in finished for is_finite in have_finite_norms([each], device)]
-    finished[0].fail(failure)
-    return [True]
+def packed_part(datum: Datum, part: SequencePart, device: torch.device) -> PackedItem:
+    """The part's rows of a sequence without pictures."""
+    rows = slice(part.start, part.stop)
+    inputs = {FIELD: datum.loss_inputs[FIELD][rows]} if FIELD in datum.loss_inputs else {}
+    count = part.stop - part.start
+    layout = Layout((RowRange(0, count, parent=-1, start=0),), (np.arange(count),))
+    packed = pack([Datum(datum.tokens[rows], inputs)], layout, 0, device)
+    return replace(packed, positions=packed.positions + part.start, part=part)

@@ -5,18 +5,23 @@ no gradient run apart, without a backward. Groups of RL whose answers all have t
 and metrics are computed as those of others. Where they begin as others do, those rows are computed twice; the choice
 with the least work is made.
 
-Items whose adapters are updated together lie side by side in a micro-batch, with their matrices in stacks. Knows
-sequences, adapters, losses and common prefixes. Knows nothing of how an item is computed.
+Passes of one adapter run as one if their sequences have prefixes in common. Their sequences have one tree, so that rows
+are shared between passes; each pass keeps its own loss, metrics and failures. A row that several passes share counts
+for the first of them. Their gradients come as one sum. So if a pass is found to be at fault after the sum has a part of
+it, the sum is dropped and the passes run again apart. If the first of them fails without that, none counts the row.
+Knows sequences, losses and common prefixes. Knows nothing of how an item is computed.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, combinations, groupby
+from itertools import accumulate, combinations, groupby, pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,12 +31,8 @@ from torch import Tensor
 
 from skyrl.trainer.collectives import sendable
 from skyrl.trainer.device import HOST, failure_of
-from skyrl.trainer.lora.adapter import Adapter
-from skyrl.trainer.lora.linear import LoraSegment
-from skyrl.trainer.lora.products import AdapterStack, grouped_rank
 from skyrl.trainer.losses import Loss, Tally
-from skyrl.trainer.protocol import Datum, InvalidRequest, PassResult, TrainingPass
-from skyrl.trainer.rows.packing import PackedItem
+from skyrl.trainer.protocol import Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
 from skyrl.trainer.rows.prefixes import PrefixTree, prefix_tree
 
 BACKWARD = 1.0
@@ -117,14 +118,10 @@ class PassRun(ABC):
     def data(self) -> Sequence[Datum]:
         """The sequences, which indices count."""
 
-    @cached_property
+    @property
+    @abstractmethod
     def trained(self) -> Sequence[bool]:
         """Of each sequence whether the loss may have a gradient there. All are, of passes without a backward."""
-        return self._find_trained()
-
-    @abstractmethod
-    def _find_trained(self) -> Sequence[bool]:
-        """`trained`."""
 
     @abstractmethod
     def parts(self, indices: Sequence[int], rows: int) -> list[PassShare]:
@@ -157,7 +154,8 @@ class SinglePassRun(PassRun):
     def data(self) -> Sequence[Datum]:
         return self.training_pass.data
 
-    def _find_trained(self) -> Sequence[bool]:
+    @cached_property
+    def trained(self) -> Sequence[bool]:
         return [not self.training_pass.backward or is_trained(datum, self.loss) for datum in self.data]
 
     def parts(self, indices: Sequence[int], rows: int) -> list[PassShare]:
@@ -259,79 +257,149 @@ def result_of(loss: Loss, logprobs: Mapping[int, npt.NDArray[np.float32]], tally
     return PassResult([logprobs[index] for index in range(len(logprobs))], tally.metrics() | notice)
 
 
-MOST_PADDING = 4
-"""Padding makes no adapter's matrices more than this many times larger, else it is updated with others or alone. The
-low-rank products of its rows grow by the same factor. Ranks below 8 count as 8."""
+@dataclass(frozen=True)
+class PartScore:
+    """Of a part, on the host. `tally`: the sums of its loss. `logprobs`: of its sequences. `counts`: whether the
+    gradient of the slice has that of the part. Or `error`: its loss has raised it."""
 
-Kind = tuple[int, tuple[str, ...]]
-"""An adapter's rank, rounded up for grouped products, and the names of its layers."""
-
-
-def _kind_of(adapter: Adapter) -> Kind | None:
-    """None for an adapter that trains experts: it is updated alone."""
-    if any(target.experts is not None for target in adapter.targets):
-        return None
-    return grouped_rank(adapter.spec.rank), tuple(target.name for target in adapter.targets)
+    tally: Tally
+    logprobs: list[npt.NDArray[np.float32]]
+    counts: bool = True
+    error: Exception | None = None
 
 
-def groups_of(adapters: Sequence[Adapter]) -> list[int | None]:
-    """For each adapter the number of its group, whose adapters are updated together; None for one that is updated
-    alone."""
-    kinds = [_kind_of(adapter) for adapter in adapters]
-    targets = [target for adapter in dict(zip(kinds, adapters, strict=True)).values() for target in adapter.targets]
-    widths = {target.name: target.in_features + target.out_features for target in targets}
+@dataclass(frozen=True)
+class ItemResult:
+    """`parts`: of each pass that has sequences in the slice."""
 
-    def numel(*stacked: Kind) -> int:
-        """Elements of one adapter in a stack of adapters of these kinds."""
-        layers: set[str] = set().union(*(names for _, names in stacked))
-        return max(rank for rank, _ in stacked) * sum(widths[name] for name in layers)
-
-    groups: list[list[Kind]] = []
-    for kind in sorted({kind for kind in kinds if kind is not None}, key=lambda kind: (numel(kind), kind)):
-        fitting = (group for group in groups if numel(*group, kind) <= MOST_PADDING * numel(group[0]))
-        if (group := next(fitting, None)) is None:
-            groups.append([kind])
-        else:
-            group.append(kind)
-    number_of = {kind: number for number, group in enumerate(groups) for kind in group}
-    return [None if kind is None else number_of[kind] for kind in kinds]
+    parts: Sequence[PartScore]
+    gradient: Tensor | None
 
 
-def side_by_side(slices: Sequence[MicroBatchItem]) -> list[MicroBatchItem]:
-    """The slices, those of one group next to each other, by rank. Slices of one adapter stay in their order."""
-    first: dict[int | None, int] = {}
-    groups = groups_of([piece.running.model for piece in slices])
-    for number, group in enumerate(groups):
-        first.setdefault(group, number)
-
-    def place(number: int) -> tuple[int, int, int]:
-        adapter = slices[number].running.model
-        return first[groups[number]], adapter.spec.rank, len(adapter.targets)
-
-    return [slices[number] for number in sorted(range(len(slices)), key=place)]
+def added(total: Tensor | None, gradient: Tensor) -> Tensor:
+    """The sum of two flat gradients, in the memory of the first one, if there is one. Takes `gradient` over."""
+    return gradient if total is None else total.add_(gradient)
 
 
-def together(slices: Sequence[MicroBatchItem]) -> list[range]:
-    """Consecutive slices whose adapters are updated together."""
-    found: list[range] = []
-    groups = groups_of([piece.running.model for piece in slices])
-    for group, numbered in groupby(enumerate(groups), lambda each: each[1]):
-        numbers = [number for number, _ in numbered]
-        found += (
-            [range(number, number + 1) for number in numbers] if group is None else [range(numbers[0], numbers[-1] + 1)]
-        )
+def record(piece: MicroBatchItem, result: ItemResult) -> None:
+    """Add what a slice has given to its passes, and its gradient to that of what it belongs to."""
+    running = piece.running
+    for part, of_part in zip(piece.parts, result.parts, strict=True):
+        of_pass = part.running
+        of_pass.tally.add_all(of_part.tally)
+        if of_part.counts and of_pass.error is None and math.isfinite(of_pass.tally.loss):
+            of_pass.results.append(ShareResult(part.indices, of_part.logprobs, of_part.tally))
+            continue
+        error = of_pass.error or of_part.error or not_finite(of_pass.training_pass, of_pass.tally.loss)
+        of_pass.fail(error)
+        # Then the gradient of this slice, or of an earlier one, has a part of it.
+        if of_pass.training_pass.backward and (of_part.counts or of_pass.results):
+            running.fail(error)
+    if running.error is None and result.gradient is not None:
+        running.gradient = added(running.gradient, result.gradient)
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class JoinedPasses(PassRun):
+    """Passes of one adapter. `data`: the sequences of the first pass, then those of the second, and so on."""
+
+    members: Sequence[SinglePassRun]
+
+    joins_passes = True
+
+    def __post_init__(self) -> None:
+        self._data = [datum for member in self.members for datum in member.data]
+        self._starts = [0, *accumulate(len(member.data) for member in self.members)]
+
+    @property
+    def data(self) -> Sequence[Datum]:
+        return self._data
+
+    @cached_property
+    def trained(self) -> Sequence[bool]:
+        return [trained for member in self.members for trained in member.trained]
+
+    def parts(self, indices: Sequence[int], rows: int) -> list[PassShare]:
+        found: list[PassShare] = []
+        stop, counted = 0, 0
+        for number, group in groupby(indices, self._member):
+            own = [index - self._starts[number] for index in group]
+            stop += len(own)
+            together = rows if stop == len(indices) else self.tree.rows(indices[:stop])
+            found.append(PassShare(self.members[number], own, together - counted))
+            counted = together
+        return found
+
+    def left(self, indices: Sequence[int]) -> Sequence[int]:
+        if self.error is not None:
+            return []
+        return [index for index in indices if self.members[self._member(index)].error is None]
+
+    @property
+    def share_rows(self) -> bool:
+        """Whether sequences of different passes have rows in common."""
+        return any(len(set(map(self._member, family))) > 1 for family in self.tree.families)
+
+    def divide_tree(self) -> None:
+        """Give each pass its part of the tree, if passes share no rows."""
+        for member, (start, stop) in zip(self.members, pairwise(self._starts), strict=True):
+            member.tree = self.tree.of_range(start, stop)
+
+    def begin_again(self) -> list[SinglePassRun]:
+        """The passes that have not failed themselves, without results."""
+        left = [member for member in self.members if member.error is None]
+        for member in left:
+            member.tally, member.results = Tally(), []
+        return left
+
+    def _member(self, index: int) -> int:
+        return bisect_right(self._starts, index) - 1
+
+
+def join_passes(passes: Sequence[SinglePassRun]) -> list[PassRun]:
+    """What runs: the passes of an adapter as one if they have prefixes in common, other passes as they are. Adapters
+    come in the order of their first passes."""
+    of_adapter: dict[str, list[SinglePassRun]] = {}
+    for each in passes:
+        of_adapter.setdefault(each.training_pass.model_id, []).append(each)
+    found: list[PassRun] = []
+    for members in of_adapter.values():
+        together = _joined(members) if len(members) > 1 else None
+        found += members if together is None else [together]
     return found
 
 
-def segment_of(
-    slices: Sequence[MicroBatchItem], packed: Sequence[PackedItem], dtype: torch.dtype, *, backward: bool
-) -> LoraSegment:
-    """The rows of consecutive slices whose adapters are updated together, with leaves of `dtype` that the backward
-    reaches."""
-    adapters = [piece.running.model for piece in slices]
-    start, stop = packed[0].start, packed[-1].stop
-    if len(slices) == 1:
-        return LoraSegment(start, stop, adapters[0].scale, adapters[0].leaves(backward, dtype))
-    ends = torch.tensor([*accumulate(each.stop - each.start for each in packed)], dtype=torch.int32)
-    stack = AdapterStack(adapters)
-    return LoraSegment(start, stop, 1.0, stack.leaves(backward, dtype), ends.to(adapters[0].device), stack)
+def _joined(members: Sequence[SinglePassRun]) -> JoinedPasses | None:
+    """None if the passes share no rows, or if there is no memory to find that out."""
+    try:
+        together = JoinedPasses(members[0].model, members)
+        if together.share_rows:
+            return together
+        together.divide_tree()
+        return None
+    except Exception as error:  # passes that run apart are right, too; one that cannot be divided fails by itself
+        if not isinstance(failure_of(error, HOST), OutOfMemory):
+            logger.exception("the rows that passes share could not be found: they run apart")
+        return None
+
+
+def have_finite_norms(finished: Sequence[PassRun], device: torch.device) -> list[bool]:
+    """Whether the norm of each gradient is finite, as the optimizer's step asks; True without a gradient. One whose
+    norm cannot be computed fails."""
+    gradients = [each.gradient for each in finished if each.gradient is not None]
+    if not gradients:
+        return [True] * len(finished)
+    try:
+        of_each = torch._foreach_norm(gradients)  # type: ignore[attr-defined]
+        norms = iter(torch.stack(of_each).tolist())
+    except Exception as error:  # the outcome of one pass; others go on
+        failure = failure_of(error, device)
+    else:
+        return [each.gradient is None or math.isfinite(next(norms)) for each in finished]
+    if len(finished) > 1:
+        return [is_finite for each in finished for is_finite in have_finite_norms([each], device)]
+    finished[0].fail(failure)
+    return [True]

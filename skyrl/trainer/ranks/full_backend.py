@@ -25,7 +25,7 @@ from skyrl.trainer.files.tensor_files import StoredTensors, TensorFiles
 from skyrl.trainer.full.full_model import SHARD_BYTES, describe_state, optimizer_files, read_description
 from skyrl.trainer.protocol import AdapterDtype, InvalidRequest, PassResult, PlaceTaken, RankDied, TrainingPass
 from skyrl.trainer.ranks.full_rank import FullFacts, FullRank, StateFacts
-from skyrl.trainer.ranks.over_ranks import BackendOverRanks, RankGroup, results_of
+from skyrl.trainer.ranks.lora_backend import BackendOverRanks, RankGroup, results_of
 from skyrl.trainer.shares import ShardLayout
 
 
@@ -198,6 +198,15 @@ class FullBackend(BackendOverRanks):
     def save_state(self, model_id: str, directory: Path) -> None:
         with self._saving(model_id):
             self._state.save_state(model_id, directory)
+
+    def restore_model(self, model_id: str, spec: LoraSpec, directory: Path) -> None:
+        """As `Backend.restore_model`. Also raises SafetensorError when files are damaged."""
+        self.create_model(model_id, spec)
+        try:
+            self.load_state(model_id, directory, optimizer=True)
+        except Exception:
+            self.delete_model(model_id)
+            raise
 
     def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         self._require(model_id)

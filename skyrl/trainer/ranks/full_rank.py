@@ -144,7 +144,7 @@ class FullRank(RankBase):
     def _of_items(
         self, items: Sequence[MicroBatchItem], seen: Sequence[Mapping[str, Seen]], *, backward: bool
     ) -> MicroBatch:
-        return MicroBatch.without_adapters(items, seen, self.device)
+        return MicroBatch.of(items, seen, self.device)
 
     def _backward(
         self,

@@ -1,33 +1,285 @@
-"""The backend for adapters: it knows them by model id, decides which passes run together, and keeps their files.
+"""The backend: checks commands, calls all ranks, and puts together what they have computed; first for adapters.
 
-Lives in the engine's process; the base model and the adapters are those of its ranks. Knows nothing of the command log,
-the wire or the sampler, or of how calls reach the ranks.
+A `RankGroup` is the ranks as the engine sees them: a call goes to all of them, and comes back with the answers of all
+(`skyrl.engine.rank_actors` has the implementation on Ray). A trainer on one device is a group of one rank in the
+engine's process (`InThisProcess`). `BackendOverRanks` is what all backends share. `LoraBackend` knows adapters by model
+id, decides which passes run together, and keeps their files. Knows nothing of the command log, the wire or the sampler,
+or of how calls reach other ranks.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skyrl.base.config.server import ServerConfig
+from skyrl.base.config.server import ServerConfig, takes_pictures
 from skyrl.base.model_files import TrainMlpOfMixtures
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer import checks
-from skyrl.trainer.device import HOST, command_on
+from skyrl.trainer.collectives import SameFailureEverywhere
+from skyrl.trainer.device import HOST, command_on, failure_of
 from skyrl.trainer.experts.routing import with_frozen_experts
 from skyrl.trainer.lora import files
 from skyrl.trainer.lora.adapter import Adapter, Target, kinds_of, random_adapter
+from skyrl.trainer.losses import Loss, Tally, served_losses
 from skyrl.trainer.model.packed_model import trained_targets
-from skyrl.trainer.protocol import AdapterDtype, InvalidRequest, PassResult, TrainingPass
+from skyrl.trainer.model.row_budget import BudgetSettings
+from skyrl.trainer.passes.pass_run import ShareResult, result_of
+from skyrl.trainer.protocol import (
+    AdamParams,
+    AdapterDtype,
+    InvalidRequest,
+    ModelLimits,
+    PassResult,
+    TrainingPass,
+)
 from skyrl.trainer.ranks.lora_rank import AdapterBuffers, AdapterFacts, LoraRank
-from skyrl.trainer.ranks.over_ranks import BackendOverRanks, RankGroup, results_of
+from skyrl.trainer.ranks.plan import Plan, make_plan, plan_alone
+from skyrl.trainer.ranks.rank import BaseFacts, RankBase, RankSettings
+from skyrl.trainer.rows.routed_experts import with_sorted_experts
 from skyrl.trainer.shares import join_buffers
+
+
+class RankGroup(Protocol):
+    """Ranks that run the same calls in the same order: each a `RankBase`, in a process of its own if they are several.
+
+    `call`, `call_each`, `read` and `read_all` return what `RankBase.answer` has returned. They raise RankDied, naming
+    the rank and its node, when a rank has died, has raised an exception, or has not answered for the group's timeout;
+    from then on always.
+    """
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method on all ranks, with the same arguments; the answers by rank. Several threads may call: the
+        calls of several ranks run one after the other."""
+        ...
+
+    def call_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """As `call`, with other arguments for each rank."""
+        ...
+
+    def read(self, method: str, *arguments: Any) -> Any:
+        """Call a method on rank 0 that changes nothing. It may run beside a `call`."""
+        ...
+
+    def read_all(self, method: str, *arguments: Any) -> list[Any]:
+        """As `read`, on every rank; the answers by rank."""
+        ...
+
+    def close(self) -> None:
+        """End the ranks. They keep nothing."""
+        ...
+
+
+class InThisProcess:
+    """A group of one rank on this process's device. Errors of the rank are raised as they are, or as OutOfMemory or
+    DeviceFault. A `read` may run on another thread while the rank runs a `call`, and does not wait for the device.
+
+    Calls do not wait for each other: a save's, on its own thread, run beside those of other models. What they read is
+    its model's alone, so nothing is lost. All calls that change a model come from one thread.
+    """
+
+    size = 1
+
+    def __init__(self, rank: RankBase) -> None:
+        self.rank = rank
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        with command_on(self.rank.device, waits=True):
+            return [self.rank.answer(method, arguments)]
+
+    def call_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        return self.call(method, *arguments[0])
+
+    def read(self, method: str, *arguments: Any) -> Any:
+        with command_on(self.rank.device, waits=False):
+            return self.rank.answer(method, arguments)
+
+    def read_all(self, method: str, *arguments: Any) -> list[Any]:
+        return [self.read(method, *arguments)]
+
+    def close(self) -> None:
+        self.rank.leave()
+
+
+def results_of(answers: Sequence[Any]) -> list[Any]:
+    """The results by rank. If the ranks have agreed on a failure, raises the error of the first rank that has one."""
+    for answer in answers:
+        if isinstance(answer, SameFailureEverywhere) and answer.error is not None:
+            raise answer.error
+    return list(answers)
+
+
+def rank_settings(config: ServerConfig) -> RankSettings:
+    trainer = config.backend_config.trainer
+    return RankSettings(
+        config.base_model_path,
+        config.threads,
+        trainer.gradient_checkpointing,
+        config.losses.stable_reinforce,
+        config.backend_config.lora.train_mlp_of_mixtures == "train",
+        trainer.rank_timeout_s,
+        takes_pictures(config),
+        BudgetSettings.of(config),
+        trainer.keep_quantized,
+    )
+
+
+class BackendOverRanks(ABC):
+    """A backend whose model is divided over the ranks of a group, or whole on the only one."""
+
+    rank_class: type[RankBase]
+    """Of the rank in this process."""
+
+    def __init__(self, config: ServerConfig, group: RankGroup | None = None) -> None:
+        """Loads the base model on all ranks of `group`, which `close` ends. None: on this process's device.
+
+        Raises ConfigError when the base model cannot be trained, and RankDied.
+        """
+        group = InThisProcess(self.rank_class(0, 1, rank_settings(config))) if group is None else group
+        self.group = group
+        self._path = config.base_model_path
+        self._losses = served_losses(config.losses.stable_reinforce)
+        try:
+            facts: list[BaseFacts] = results_of(group.call("load"))
+        except BaseException:
+            group.close()
+            raise
+        self._device_type = facts[0].device
+        self._on_cpu = all(each.device == "cpu" for each in facts)
+        self._budget = BudgetSettings.of(config).chosen([each.budget for each in facts])
+        max_model_len = config.backend_config.inference.max_model_len
+        first = facts[0]
+        context = min(first.max_context, max_model_len or first.max_context)
+        name = config.role.state_keys[0]
+        self._limits = ModelLimits(first.vocab_size, context, first.mixture, first.sight, name, first.ties_unembedding)
+        self._facts: Any = first
+
+    @property
+    def limits(self) -> ModelLimits:
+        return self._limits
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        return self._budget
+
+    def check(self, training_pass: TrainingPass) -> None:
+        self._require(training_pass.model_id)
+        checks.check_pass(training_pass, self._limits, self._losses)
+
+    def run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
+        """One outcome per pass, in order; gradients are added in the order of `passes`.
+
+        A pass that `check` refuses, or with a loss that is not finite, fails with InvalidRequest; on one device with
+        `merge_passes` also one whose gradient has no finite norm. There, if a micro-batch raises, its pieces run again
+        one by one; OutOfMemory, or another error of torch, is the outcome of the passes that fail again. Memory that
+        runs out in the base model leaves several ranks apart: RankDied.
+        """
+        outcomes: dict[int, PassResult | Exception] = {}
+        checked: list[tuple[int, TrainingPass]] = []
+        for index, training_pass in enumerate(passes):
+            try:
+                self.check(training_pass)
+                if (mixture := self._limits.mixture) is not None:
+                    training_pass = with_sorted_experts(training_pass, mixture)
+                checked.append((index, training_pass))
+            except Exception as error:  # it is this pass's outcome; others go on
+                outcomes[index] = failure_of(error, HOST)
+        if checked:
+            for (index, _), outcome in zip(checked, self._run([each for _, each in checked]), strict=True):
+                outcomes[index] = outcome
+        return [outcomes[index] for index in range(len(passes))]
+
+    def check_step(self, params: AdamParams) -> None:
+        checks.check_adam(params)
+
+    def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
+        """See `adamw_step` for metrics and errors. Raises InvalidRequest for hyper-parameters out of range."""
+        self.check_step(params)
+        self._require(model_id)
+        return self._call("optim_step", model_id, params)[0]
+
+    def clear_gradient(self, model_id: str) -> None:
+        self._require(model_id)
+        self._call("clear_gradient", model_id)
+
+    def save_snapshot(self, model_id: str, directory: Path) -> None:
+        """Write the files of `save_state`."""
+        self.save_state(model_id, directory)
+
+    @abstractmethod
+    def save_state(self, model_id: str, directory: Path) -> None: ...
+
+    def close(self) -> None:
+        self.group.close()
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        return results_of(self.group.call(method, *arguments))
+
+    def _run_planned(
+        self, passes: Sequence[TrainingPass], *, merge: bool, shared_rows: int, divided_tokens: int | None = None
+    ) -> list[PassResult | Exception]:
+        """Run checked passes. `merge`: whether passes share micro-batches, of at most `shared_rows` rows."""
+        forwards, backwards = (
+            self._plan(
+                [(number, each) for number, each in enumerate(passes) if each.backward == backward],
+                merge,
+                shared_rows,
+                divided_tokens,
+            )
+            for backward in (False, True)
+        )
+        results: list[dict[int, list[ShareResult]]] = self._call("run", passes, forwards, backwards)
+        failed = {**forwards.failed, **backwards.failed}
+        return [
+            failed[number] if number in failed else outcome_of(self._losses[each.loss_fn], number, results)
+            for number, each in enumerate(passes)
+        ]
+
+    def _plan(
+        self, passes: Sequence[tuple[int, TrainingPass]], merge: bool, shared_rows: int, divided_tokens: int | None
+    ) -> Plan:
+        if self.group.size == 1:
+            rows = shared_rows if merge else 1
+            return plan_alone(passes, self._budget, self._losses, self._device_type, merge=merge, shared_rows=rows)
+        rows = shared_rows if merge else 0
+        return make_plan(passes, self.group.size, self._budget, shared_rows=rows, divided_tokens=divided_tokens)
+
+    @abstractmethod
+    def _require(self, model_id: str) -> None:
+        """Raise InvalidRequest unless there is such a model."""
+
+    @abstractmethod
+    def _run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
+        """Run checked passes."""
+
+
+def outcome_of(
+    loss: Loss, number: int, results: Sequence[Mapping[int, Sequence[ShareResult]]]
+) -> PassResult | Exception:
+    """A pass's outcome from the pieces that the ranks ran, added rank by rank in the order in which each ran them."""
+    tally = Tally()
+    logprobs: dict[int, npt.NDArray[np.float32]] = {}
+    for of_rank in results:
+        for result in of_rank[number]:
+            if result.error is not None:
+                return result.error
+            tally.add_all(result.tally)
+            logprobs |= zip(result.data, result.logprobs, strict=True)
+    return result_of(loss, logprobs, tally)
+
 
 SHARED_ROWS_ON_CPU = 1024
 """Rows of a micro-batch of several passes on a CPU. Larger ones lose more to the caches than they gain by sharing:
@@ -107,10 +359,11 @@ class LoraBackend(BackendOverRanks):
         outcomes = self._run_planned(
             passes, merge=self._merge, shared_rows=self._shared_rows, divided_tokens=self._divided_tokens
         )
-        known = [self._known(each.model_id) for each in passes]
+        if self._limits.mixture is None:
+            return outcomes
         return [
-            with_frozen_experts(each, *of_model, self._limits.mixture)
-            for each, of_model in zip(outcomes, known, strict=True)
+            with_frozen_experts(outcome, *self._known(each.model_id))
+            for outcome, each in zip(outcomes, passes, strict=True)
         ]
 
     def save_state(self, model_id: str, directory: Path) -> None:

@@ -1,10 +1,14 @@
 """One rank of the trainer for adapters: its shard of the base model, copies of all adapters, its share of each pass.
 
-Adapters are whole and the same bits on every rank: each makes the same optimizer step on the same summed gradient. An
-`ExpertRank` holds some experts of each layer, with all that adapters have of these experts: rows of its micro-batches
-travel to the ranks of their experts (`ExpertExchange`), and rows of all ranks come here. So this rank computes the
-gradients of its experts for every pass, and has their matrices, gradients and moments alone. Knows nothing of how calls
-reach it, of files of adapters, or of requests.
+Adapters are whole and the same bits on every rank: each makes the same optimizer step on the same summed gradient.
+Every item has its own leaves of the adapter's weights, and the gradients of items are added in order. So where items
+run one at a time on a CPU, the results of a pass do not depend on other passes, to the last bit. Where a device gains
+by it, items whose adapters are updated together lie side by side, with their matrices in stacks.
+
+An `ExpertRank` holds some experts of each layer, with all that adapters have of these experts: rows of its
+micro-batches travel to the ranks of their experts (`ExpertExchange`), and rows of all ranks come here. So this rank
+computes the gradients of its experts for every pass, and has their matrices, gradients and moments alone. Knows nothing
+of how calls reach it, of files of adapters, or of requests.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -26,16 +32,18 @@ from skyrl.trainer.collectives import (
     summed_in_rank_order,
     total_norm,
 )
-from skyrl.trainer.device import command_on
+from skyrl.trainer.device import base_dtype, command_on
 from skyrl.trainer.experts.layers import ExpertExchange
 from skyrl.trainer.lora.adapter import Adapter, Target, whole_shapes
-from skyrl.trainer.lora.linear import LoraSegment
-from skyrl.trainer.passes.micro_batch import ItemResult, MicroBatch, grouped, item_gradients
-from skyrl.trainer.passes.pass_run import MicroBatchItem, PassRun, ShareResult
+from skyrl.trainer.lora.linear import AdapterStack, LoraSegment, grouped_rank, groups_adapters
+from skyrl.trainer.model.base_model import wrap
+from skyrl.trainer.passes.micro_batch import MicroBatch
+from skyrl.trainer.passes.pass_run import ItemResult, MicroBatchItem, PassRun, ShareResult
 from skyrl.trainer.protocol import InvalidRequest, TrainingPass
 from skyrl.trainer.ranks.plan import Plan, RankShare
 from skyrl.trainer.ranks.rank import BaseFacts, RankBase, RankSettings
-from skyrl.trainer.ranks.sharded_model import ModelForm, frozen
+from skyrl.trainer.ranks.sharded_model import ModelForm
+from skyrl.trainer.rows.packing import PackedItem
 from skyrl.trainer.shares import ExpertShare, SequencePart, common_numel
 from skyrl.trainer.vision import Seen
 
@@ -74,7 +82,8 @@ class LoraRank(RankBase):
 
     def _form(self) -> ModelForm:
         settings = self._settings
-        return frozen(mlp_of_mixtures=settings.mlp_of_mixtures, keep_quantized=settings.keep_quantized)
+        wraps = partial(wrap, mlp_of_mixtures=settings.mlp_of_mixtures)
+        return ModelForm(wraps, trained=False, keep_quantized=settings.keep_quantized)
 
     def _adapter(self, spec: LoraSpec, targets: Sequence[Target], *, drawn: bool) -> Adapter:
         """What this rank has of an adapter."""
@@ -118,12 +127,20 @@ class LoraRank(RankBase):
         return self.adapters[model_id]
 
     def _ordered(self, items: list[MicroBatchItem]) -> list[MicroBatchItem]:
-        return grouped(items, self.device)
+        """Where the device gains by it, in the order in which adapters can be updated together."""
+        return side_by_side(items) if groups_adapters(self.device) else items
 
     def _of_items(
         self, items: Sequence[MicroBatchItem], seen: Sequence[Mapping[str, Seen]], *, backward: bool
     ) -> MicroBatch:
-        return MicroBatch.of(items, seen, self.device, backward=backward, alone=self.alone)
+        """Each item gets its own leaves of its adapter's weights."""
+        parts = together(items) if self.alone and groups_adapters(self.device) else None
+        made = MicroBatch.of(items, seen, self.device, parts)
+        dtype = base_dtype(self.device)
+        for index, part in enumerate(made.parts):
+            of_part, packed = items[part.start : part.stop], made.packed[part.start : part.stop]
+            made.segments[index] = segment_of(of_part, packed, dtype, backward=backward)
+        return made
 
     def _backward(
         self,
@@ -305,3 +322,106 @@ def _experts_of(adapter: Adapter, requires_grad: bool) -> LoraSegment:
     leaves = adapter.leaves(requires_grad)
     pairs = {target.name: leaves[target.name] for target in adapter.targets if target.experts is not None}
     return LoraSegment(0, 0, adapter.scale, pairs)
+
+
+MOST_PADDING = 4
+"""Padding makes no adapter's matrices more than this many times larger, else it is updated with others or alone. The
+low-rank products of its rows grow by the same factor. Ranks below 8 count as 8."""
+
+
+Kind = tuple[int, tuple[str, ...]]
+"""An adapter's rank, rounded up for grouped products, and the names of its layers."""
+
+
+def _kind_of(adapter: Adapter) -> Kind | None:
+    """None for an adapter that trains experts: it is updated alone."""
+    if any(target.experts is not None for target in adapter.targets):
+        return None
+    return grouped_rank(adapter.spec.rank), tuple(target.name for target in adapter.targets)
+
+
+def groups_of(adapters: Sequence[Adapter]) -> list[int | None]:
+    """For each adapter the number of its group, whose adapters are updated together; None for one that is updated
+    alone."""
+    kinds = [_kind_of(adapter) for adapter in adapters]
+    targets = [target for adapter in dict(zip(kinds, adapters, strict=True)).values() for target in adapter.targets]
+    widths = {target.name: target.in_features + target.out_features for target in targets}
+
+    def numel(*stacked: Kind) -> int:
+        """Elements of one adapter in a stack of adapters of these kinds."""
+        layers: set[str] = set().union(*(names for _, names in stacked))
+        return max(rank for rank, _ in stacked) * sum(widths[name] for name in layers)
+
+    groups: list[list[Kind]] = []
+    for kind in sorted({kind for kind in kinds if kind is not None}, key=lambda kind: (numel(kind), kind)):
+        fitting = (group for group in groups if numel(*group, kind) <= MOST_PADDING * numel(group[0]))
+        if (group := next(fitting, None)) is None:
+            groups.append([kind])
+        else:
+            group.append(kind)
+    number_of = {kind: number for number, group in enumerate(groups) for kind in group}
+    return [None if kind is None else number_of[kind] for kind in kinds]
+
+
+def side_by_side(slices: Sequence[MicroBatchItem]) -> list[MicroBatchItem]:
+    """The slices, those of one group next to each other, by rank. Slices of one adapter stay in their order."""
+    first: dict[int | None, int] = {}
+    groups = groups_of([piece.running.model for piece in slices])
+    for number, group in enumerate(groups):
+        first.setdefault(group, number)
+
+    def place(number: int) -> tuple[int, int, int]:
+        adapter = slices[number].running.model
+        return first[groups[number]], adapter.spec.rank, len(adapter.targets)
+
+    return [slices[number] for number in sorted(range(len(slices)), key=place)]
+
+
+def together(slices: Sequence[MicroBatchItem]) -> list[range]:
+    """Consecutive slices whose adapters are updated together."""
+    found: list[range] = []
+    groups = groups_of([piece.running.model for piece in slices])
+    for group, numbered in groupby(enumerate(groups), lambda each: each[1]):
+        numbers = [number for number, _ in numbered]
+        found += (
+            [range(number, number + 1) for number in numbers] if group is None else [range(numbers[0], numbers[-1] + 1)]
+        )
+    return found
+
+
+def segment_of(
+    slices: Sequence[MicroBatchItem], packed: Sequence[PackedItem], dtype: torch.dtype, *, backward: bool
+) -> LoraSegment:
+    """The rows of consecutive slices whose adapters are updated together, with leaves of `dtype` that the backward
+    reaches."""
+    adapters = [piece.running.model for piece in slices]
+    start, stop = packed[0].start, packed[-1].stop
+    if len(slices) == 1:
+        return LoraSegment(start, stop, adapters[0].scale, adapters[0].leaves(backward, dtype))
+    ends = torch.tensor([*accumulate(each.stop - each.start for each in packed)], dtype=torch.int32)
+    stack = AdapterStack(adapters)
+    return LoraSegment(start, stop, 1.0, stack.leaves(backward, dtype), ends.to(adapters[0].device), stack)
+
+
+def item_gradients(
+    logprobs: Sequence[Tensor],
+    segments: Sequence[LoraSegment],
+    starts: Sequence[Tensor],
+    *,
+    also: Sequence[Tensor] = (),
+    unused: bool = False,
+) -> list[Tensor]:
+    """The gradient of each slice of some segments, flat float32 in the order of its adapter's buffers, from one
+    backward for all slices. `starts`: the gradients with respect to `logprobs`, float32 [entries] each. The backward
+    goes to the tensors `also`, too. With `unused`, matrices that computed nothing get zeros; else they are an error."""
+    leaves = [[leaf for pair in segment.pairs.values() for leaf in pair] for segment in segments]
+    wanted = [*(leaf for of_slice in leaves for leaf in of_slice), *also]
+    gradients = iter(torch.autograd.grad(logprobs, wanted, starts, materialize_grads=unused))
+    found: list[Tensor] = []
+    for segment, of_segment in zip(segments, leaves, strict=True):
+        own = [next(gradients) for _ in of_segment]
+        if segment.stack is not None:
+            found += segment.stack.gradients(own)
+        elif own:
+            found.append(torch.cat([gradient.reshape(-1) for gradient in own]).float())
+    return found

@@ -13,12 +13,12 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 from skyrl.trainer.collectives import sendable
 from skyrl.trainer.device import HOST, failure_of
 from skyrl.trainer.losses import Loss
-from skyrl.trainer.passes.micro_batch import JoinedPasses, join_passes
-from skyrl.trainer.passes.pass_run import PassRun, SinglePassRun, items_of
+from skyrl.trainer.passes.pass_run import JoinedPasses, PassRun, SinglePassRun, items_of, join_passes
 from skyrl.trainer.protocol import Datum, TrainingPass
 from skyrl.trainer.rows.packing import cut
 from skyrl.trainer.rows.prefixes import Node, PrefixTree, prefix_tree
@@ -92,14 +92,9 @@ class Plan:
     def count(self) -> int:
         return max((len(of_rank) for of_rank in self.batches), default=0)
 
-    def of(self, rank: int) -> list[tuple[RankShare, ...]]:
-        """`count` micro-batches of a rank."""
-        own = self.batches[rank]
-        return [*own, *[()] * (self.count - len(own))]
-
     def rounds(self) -> list[tuple[tuple[RankShare, ...], ...]]:
         """What the ranks run at the same time: `count` times the micro-batch of each rank."""
-        return list(zip(*(self.of(rank) for rank in range(len(self.batches))), strict=True))
+        return list(zip_longest(*self.batches, fillvalue=()))
 
     def pieces_of(self, number: int) -> list[tuple[int, RankShare]]:
         """The pieces of a pass with their ranks: rank by rank, in the order in which each rank adds their gradients.

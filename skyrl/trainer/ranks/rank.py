@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,32 +26,32 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from skyrl.base.pictures.vision import VisionConfig
-from skyrl.trainer.adamw import NonFiniteGradient, StepMemory, adamw_step, gradient_norm
+from skyrl.trainer.adamw import NonFiniteGradient, adamw_step, gradient_norm
 from skyrl.trainer.collectives import SameFailureEverywhere, agree, failed_anywhere, gathered, on_all_or_none
 from skyrl.trainer.device import failure_of, prepare_device
 from skyrl.trainer.lora.adapter import Target
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.losses import Tally, served_losses
 from skyrl.trainer.model.base_model import BaseModel
-from skyrl.trainer.model.logprobs import Targets
 from skyrl.trainer.model.recomputation import Recomputation, Setting
 from skyrl.trainer.model.row_budget import BudgetSettings, RowBudget, measure_row
-from skyrl.trainer.passes.micro_batch import (
+from skyrl.trainer.passes.micro_batch import MicroBatch, Scores, look_at, one_token, part_of
+from skyrl.trainer.passes.pass_run import (
     ItemResult,
     JoinedPasses,
-    MicroBatch,
+    MicroBatchItem,
+    PassRun,
+    ShareResult,
+    SinglePassRun,
+    added,
     have_finite_norms,
-    look_at,
+    items_of,
+    not_finite,
     record,
 )
-from skyrl.trainer.passes.micro_batch_losses import Scores, losses_of, trained_entries
-from skyrl.trainer.passes.pass_run import MicroBatchItem, PassRun, ShareResult, SinglePassRun, items_of, not_finite
-from skyrl.trainer.protocol import AdamParams, Datum, Mixture, OutOfMemory, TrainingPass
+from skyrl.trainer.protocol import AdamParams, Mixture, OutOfMemory, TrainingPass
 from skyrl.trainer.ranks.plan import Plan, RankShare
-from skyrl.trainer.ranks.sharded_model import ModelForm, ShardedModel, load_sharded_model, local_of, reshard
-from skyrl.trainer.rows.packing import PackedItem, pack, pack_alone
-from skyrl.trainer.rows.prefixes import Layout, RowRange
-from skyrl.trainer.rows.routed_experts import FIELD
+from skyrl.trainer.ranks.sharded_model import ModelForm, ShardedModel, load_sharded_model, local_of
 from skyrl.trainer.shares import SequencePart
 from skyrl.trainer.vision import Seen
 
@@ -157,7 +156,7 @@ class RankBase(ABC):
         settings, packed = self._settings.budget, self.base.packed
         if settings.measures_on(self.device):
             measure_row(self.base, targets)
-            reshard(packed)
+            packed.reshard()
         return settings.of_model(packed, None if self.alone else self._model.numel, ranks=self._ranks)
 
     def _base_facts(self, targets: Sequence[Target]) -> dict[str, Any]:
@@ -305,7 +304,12 @@ class RankBase(ABC):
         """
         packed = self.base.packed
         trains = backward and (not self.alone or any(item.trained for item in items))
-        made = self._made(items, seen, part, backward=trains)
+        if part is not None:
+            made = part_of(items[0], part, self.device, backward=trains)
+        elif items:
+            made = self._of_items(items, seen, backward=trains)
+        else:
+            made = one_token(self.device)
         with torch.set_grad_enabled(trains), packed.active.use(made.segments):
             with nullcontext([]) if self.alone else packed.embeddings_in_graph() as embeddings:
                 own = packed(made.packed, made.targets, made.segments)
@@ -324,7 +328,7 @@ class RankBase(ABC):
                 gradients = self._backward(items, made.segments, own, starts, embeddings)
             elif backward:
                 gradients = [self._without_backward(item) for item in items]
-        reshard(packed)
+        packed.reshard()
         of_parts = iter(scores.read())
         results: list[ItemResult] = []
         for item, gradient in zip(items, gradients, strict=True):
@@ -332,27 +336,22 @@ class RankBase(ABC):
             results.append(ItemResult(parts, gradient if any(each.counts for each in parts) else None))
         return results
 
-    def _made(
-        self,
-        items: Sequence[MicroBatchItem],
-        seen: Sequence[Mapping[str, Seen]],
-        part: SequencePart | None,
-        *,
-        backward: bool,
-    ) -> MicroBatch:
-        if part is not None:
-            return _part_of(items[0], part, self.device, backward=backward)
-        return self._of_items(items, seen, backward=backward) if items else one_token(self.device)
-
     def _finish(self, completed: Mapping[int, PassRun], plan: Plan, *, backward: bool) -> None:
         """Add the gradients of completed passes to their models. A pass that failed on any rank adds nothing."""
         if plan.merged:
             self._check_norms([*completed.values()], backward=backward)
-        failed = failed_anywhere([each.error is not None for each in completed.values()])
-        for (number, each), has_failed in zip(completed.items(), failed, strict=True):
-            if backward and not has_failed and not (self.alone and each.gradient is None):
-                each.model.accumulate(self._summed(number, each, plan.holders(number)))
+        failed = [each.error is not None for each in completed.values()]
+        for (number, each), has_failed in zip(
+            completed.items(), failed if self.alone else failed_anywhere(failed), strict=True
+        ):
+            if backward and not has_failed:
+                self._add(each, each.gradient if self.alone else self._summed(number, each, plan.holders(number)))
             each.gradient = None
+
+    def _add(self, running: PassRun, gradient: Tensor | None) -> None:
+        """Add the gradient of a pass to its model's."""
+        if gradient is not None:
+            running.model.gradient = added(running.model.gradient, gradient)
 
     def _check_norms(self, finished: Sequence[PassRun], *, backward: bool) -> None:
         """A pass whose gradient has no finite norm fails. Joined passes that have failed as one, or whose gradient has
@@ -367,8 +366,8 @@ class RankBase(ABC):
                     for item in items_of(member, self._rows, self.device.type):
                         self._attempt([item], backward=backward)
                     self._check_norms([member], backward=backward)
-                    if member.error is None and member.gradient is not None:
-                        member.model.accumulate(member.gradient)
+                    if member.error is None:
+                        self._add(member, member.gradient)
                     member.gradient = None
             elif isinstance(running, SinglePassRun) and running.error is None:
                 running.fail(not_finite(running.training_pass, running.tally.loss))
@@ -377,7 +376,9 @@ class RankBase(ABC):
         """As `adamw_step`. Raises SameFailureEverywhere with NonFiniteGradient or OutOfMemory."""
         model = self._trained(model_id)
         try:
-            metrics = adamw_step(model, params, norm=self._norm, agreed=self._agreed)
+            metrics = adamw_step(
+                model, params, norm=self._norm, agreed=lambda action: on_all_or_none(action, self.device)
+            )
         except NonFiniteGradient as error:  # of all ranks alike
             raise SameFailureEverywhere(error) from None
         if metrics:
@@ -386,9 +387,6 @@ class RankBase(ABC):
 
     def clear_gradient(self, model_id: str) -> None:
         self._trained(model_id).gradient = None
-
-    def _agreed(self, action: Callable[[], StepMemory]) -> StepMemory:
-        return on_all_or_none(action, self.device)
 
     def _norm(self, model: Any) -> float:
         """Of the model's gradient, the same on all ranks."""
@@ -434,36 +432,3 @@ class RankBase(ABC):
         """The gradient of a pass, which the ranks `holders` have parts of. `number`: of the pass."""
         assert running.gradient is not None
         return running.gradient
-
-
-def one_token(device: torch.device) -> MicroBatch:
-    """A micro-batch for a rank that has nothing to do while others have."""
-    token = np.zeros(1, np.int64)
-    packed = pack_alone([Datum(token, {})], device)
-    targets = Targets.of([token], packed.layout.rows_of, np.ones(1, np.bool_), device)
-    return MicroBatch([packed], [targets], [LoraSegment(0, 1, 1.0)])
-
-
-def _part_of(item: MicroBatchItem, part: SequencePart, device: torch.device, *, backward: bool) -> MicroBatch:
-    """The part's rows of an adapter's sequence; the losses are of the whole sequence."""
-    (datum,), (of_pass,) = item.data, item.parts
-    packed = packed_part(datum, part, device)
-    target_tokens = datum.loss_inputs["target_tokens"]
-    width = target_tokens.size // len(datum.tokens)
-    trained = trained_entries(of_pass)[part.start * width : part.stop * width].copy()
-    if not trained.any():  # as `trained_entries`
-        trained[0] = True
-    targets = Targets.of([target_tokens[part.start : part.stop]], packed.layout.rows_of, trained, device)
-    adapter = item.running.model
-    segment = LoraSegment(0, packed.stop, adapter.scale, adapter.leaves(backward))
-    return MicroBatch([packed], [targets], [segment], losses=losses_of([item], device, joined=False))
-
-
-def packed_part(datum: Datum, part: SequencePart, device: torch.device) -> PackedItem:
-    """The part's rows of a sequence without pictures."""
-    rows = slice(part.start, part.stop)
-    inputs = {FIELD: datum.loss_inputs[FIELD][rows]} if FIELD in datum.loss_inputs else {}
-    count = part.stop - part.start
-    layout = Layout((RowRange(0, count, parent=-1, start=0),), (np.arange(count),))
-    packed = pack([Datum(datum.tokens[rows], inputs)], layout, 0, device)
-    return replace(packed, positions=packed.positions + part.start, part=part)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from skyrl.trainer.experts.routing import CORRECTION
 from skyrl.trainer.files.config import LOADING_ERRORS, read_config
 from skyrl.trainer.files.model_files import FileTensor, Rows, file_tensors, stored_parameters
 from skyrl.trainer.files.tensor_files import INDEX, ONE_FILE, StoredWeights, weight_files
-from skyrl.trainer.model.base_model import BaseModel, check_config, fuse_norms, fuses_norms, wrap
+from skyrl.trainer.model.base_model import BaseModel, check_config, fuse_norms, fuses_norms
 from skyrl.trainer.model.loading import TOWER, check_quantized, check_weights, detach_vision, load_model, model_class
 from skyrl.trainer.model.packed_model import PackedModel
 from skyrl.trainer.model.recomputation import Setting
@@ -122,13 +121,6 @@ def _stored_tensors(packed: PackedModel) -> Iterator[tuple[str, str, Tensor]]:
         yield name, (f"{wrapped}.{leaf}" if is_wrapped else name), tensor
 
 
-def held_numel(packed: PackedModel) -> int:
-    """How many parameters this rank holds."""
-    stored = stored_leaves(packed.model)
-    plain = (local_of(each).numel() for name, each in packed.model.named_parameters() if name not in stored)
-    return sum(plain) + sum(weight.numel(local_of) for weight in kept_in(packed.model))
-
-
 def _whole_shape(packed: PackedModel, name: str, tensor: Tensor) -> list[int]:
     """Of all ranks' rows, or experts."""
     experts = packed.experts.get(name.rpartition(".")[0])
@@ -169,14 +161,9 @@ class ModelForm:
         return torch.float32 if self.trained else base_dtype(device)
 
 
-def frozen(*, mlp_of_mixtures: bool, keep_quantized: bool = False) -> ModelForm:
-    """A base model for adapters. `mlp_of_mixtures`: see `PackedModel`."""
-    return ModelForm(partial(wrap, mlp_of_mixtures=mlp_of_mixtures), trained=False, keep_quantized=keep_quantized)
-
-
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model of which this rank holds `numel` of all ranks' `total` parameters, in `dtype`.
+    """A model of which this rank holds a part of all ranks' `total` parameters, in `dtype`.
 
     in_files: see `file_tensors`; empty unless the parameters are trained. `exchange`: computes the experts if each rank
     holds some of them."""
@@ -184,10 +171,16 @@ class ShardedModel:
     base: BaseModel
     share: ExpertShare
     dtype: torch.dtype
-    numel: int
     total: int
     in_files: dict[str, list[FileTensor]]
     exchange: ExpertExchange | None
+
+    @property
+    def numel(self) -> int:
+        """How many parameters this rank holds."""
+        packed, stored = self.base.packed, stored_leaves(self.base.packed.model)
+        plain = (local_of(each).numel() for name, each in packed.model.named_parameters() if name not in stored)
+        return sum(plain) + sum(weight.numel(local_of) for weight in kept_in(packed.model))
 
     def read_again(self, instead: Mapping[int, Tensor]) -> None:
         """Give this rank's rows the numbers of the base model's files again. `instead`: as in `fill_parameters`.
@@ -226,7 +219,7 @@ def load_sharded_model(
     `mesh` also for a model without safetensors files.
     """
     failure: Exception | None = None
-    loaded: _Loaded | None = None
+    loaded: ShardedModel | None = None
     try:
         if mesh is None:
             loaded = _load_whole(path, device, form, pictures=pictures)
@@ -256,36 +249,13 @@ def load_sharded_model(
     except ConfigError as error:
         failure = error
     agree(failure)
-    reshard(packed)
-    share = _share_of(mesh)
-    packed.recompute(gradient_checkpointing, ranks=share.ranks, anywhere=lambda own: failed_anywhere([own])[0])
-    return ShardedModel(
-        base, share, form.dtype(device), held_numel(packed), loaded.total, loaded.in_files, loaded.exchange
-    )
+    packed.reshard()
+    anywhere = bool if mesh is None else lambda own: failed_anywhere([own])[0]
+    packed.recompute(gradient_checkpointing, ranks=loaded.share.ranks, anywhere=anywhere)
+    return loaded
 
 
-def _share_of(mesh: DeviceMesh | None) -> ExpertShare:
-    return EVERY_EXPERT if mesh is None else ExpertShare(mesh.get_local_rank(), mesh.size())
-
-
-def reshard(packed: PackedModel) -> None:
-    """Free the gathered parameters outside the decoder layers. FSDP2 keeps them after the forward of a root module, for
-    the backward. A model that is not divided has none."""
-    if isinstance(packed, FSDPModule):
-        packed.reshard()
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """The model with this rank's rows, and what `ShardedModel` says of it."""
-
-    base: BaseModel
-    total: int
-    in_files: dict[str, list[FileTensor]]
-    exchange: ExpertExchange | None
-
-
-def _load_whole(path: str, device: torch.device, form: ModelForm, *, pictures: bool) -> _Loaded:
+def _load_whole(path: str, device: torch.device, form: ModelForm, *, pictures: bool) -> ShardedModel:
     """As transformers loads models, so that pickled files and buffers that only `from_pretrained` computes are fine.
     Trained parameters, too, have the dtype that the device computes in."""
     model = load_model(path, base_dtype(device), safetensors_only=form.trained, keep_quantized=form.keep_quantized)
@@ -299,10 +269,11 @@ def _load_whole(path: str, device: torch.device, form: ModelForm, *, pictures: b
         with StoredWeights(path, _files(path), read_config(path).format, torch.float32) as stored:
             in_files = file_tensors(path, model, stored_rows(packed, stored))
     total = sum(parameter.numel() for parameter in packed.parameters())
-    return _Loaded(BaseModel(path, device, packed, model.config, tower), total, in_files, None)
+    base = BaseModel(path, device, packed, model.config, tower)
+    return ShardedModel(base, EVERY_EXPERT, form.dtype(device), total, in_files, None)
 
 
-def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm, *, pictures: bool) -> _Loaded:
+def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm, *, pictures: bool) -> ShardedModel:
     described = read_config(path)
     config = described.config
     check_config(path, config)
@@ -319,7 +290,7 @@ def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm, *,
     model.eval().requires_grad_(form.trained)
     packed = form.wrap(path, model)
     total = sum(parameter.numel() for parameter in packed.parameters())
-    share = _share_of(mesh)
+    share = ExpertShare(mesh.get_local_rank(), mesh.size())
     with StoredWeights(path, files, described.format, held) as stored:
         check_weights(path, config, type(model), stored)
         parameters = stored_rows(packed, stored)
@@ -337,7 +308,7 @@ def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm, *,
         fill_parameters(path, packed, parameters, share)
         in_files = file_tensors(path, model, parameters) if form.trained else {}
         tower = _tower(path, model, visual, stored, device) if pictures and visual is not None else None
-    return _Loaded(BaseModel(path, device, packed, config, tower), total, in_files, exchange)
+    return ShardedModel(BaseModel(path, device, packed, config, tower), share, held, total, in_files, exchange)
 
 
 def _divide_experts(path: str, packed: PackedModel, share: ExpertShare, device: torch.device) -> ExpertExchange:

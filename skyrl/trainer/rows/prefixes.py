@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from skyrl.base.wire.routed_experts import UNRECORDED
 from skyrl.trainer.protocol import Datum
-from skyrl.trainer.rows.routed_experts import experts_of
+from skyrl.trainer.rows.routed_experts import FIELD, signed
 
 SHORTEST_IN_GROUP = 0.75
 """A segment joins an attention group if it has at least this share of the rows of the group's longest segment. So
@@ -357,3 +358,19 @@ def _chains(tree: PrefixTree, used: Sequence[int]) -> tuple[list[list[int]], lis
             chains.append([node])
             parents.append(of_node[parent])
     return chains, parents
+
+
+def experts_of(data: Sequence[Datum]) -> Iterator[npt.NDArray[np.int32]] | None:
+    """The routed experts of one sequence after the other, int32 [N, layers * k]; -1 for sequences without. None if no
+    sequence has them. `data`: of `with_sorted_experts`. They become int32 one at a time: together they need two or four
+    times the memory of packed ones."""
+    given = [datum.loss_inputs.get(FIELD) for datum in data]
+    width = next((experts.shape[1] * experts.shape[2] for experts in given if experts is not None), None)
+    if width is None:
+        return None
+    return (
+        np.full((len(datum.tokens), width), UNRECORDED, np.int32)
+        if experts is None
+        else np.ascontiguousarray(signed(experts).reshape(-1, width), np.int32)
+        for datum, experts in zip(data, given, strict=True)
+    )

@@ -14,7 +14,6 @@ Knows arrays. Knows no model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,11 +27,9 @@ FIELD = "routed_experts"
 
 
 def check_routed_experts(datum: Datum, mixture: Mixture | None) -> None:
-    """Raise InvalidRequest unless the datum has no routed experts, or such that the base model can use."""
+    """Raise InvalidRequest unless the base model can use the datum's routed experts."""
     field = f"loss_fn_inputs.{FIELD}"
-    given = datum.loss_inputs.get(FIELD)
-    if given is None:
-        return
+    given = datum.loss_inputs[FIELD]
     if mixture is None:
         raise InvalidRequest(f"{field}: the base model is no mixture of experts")
     if not np.issubdtype(given.dtype, np.integer):
@@ -46,7 +43,7 @@ def check_routed_experts(datum: Datum, mixture: Mixture | None) -> None:
             f"model_input, the base model's {mixture.layers} layers with experts, and k experts per token; got "
             f"{list(given.shape)}"
         )
-    experts = _signed(_unpacked(given, mixture))
+    experts = signed(_unpacked(given, mixture))
     ordered = np.sort(experts, axis=-1)
     recorded = ordered[..., -1] != UNRECORDED
     wrong = recorded & ((ordered[..., 0] < 0) | (ordered[..., -1] >= mixture.experts))
@@ -63,12 +60,12 @@ def check_routed_experts(datum: Datum, mixture: Mixture | None) -> None:
         raise InvalidRequest(f"{field}: [{token}, {layer}] names an expert twice: {experts[token, layer].tolist()}")
 
 
-def with_sorted_experts(training_pass: TrainingPass, mixture: Mixture | None) -> TrainingPass:
+def with_sorted_experts(training_pass: TrainingPass, mixture: Mixture) -> TrainingPass:
     """The checked pass with [N, layers, k] experts, those of each token and layer in ascending order; packed ones have
     the type of `_unpacked`. So rows with the same experts are equal, and may be shared. The order has no meaning,
     because a router's weights are looked up by the expert's number. It may change the last bits of a sum over k
     experts."""
-    if mixture is None or all(FIELD not in datum.loss_inputs for datum in training_pass.data):
+    if all(FIELD not in datum.loss_inputs for datum in training_pass.data):
         return training_pass
     return replace(training_pass, data=[_sorted(datum, mixture) for datum in training_pass.data])
 
@@ -78,22 +75,6 @@ def _sorted(datum: Datum, mixture: Mixture) -> Datum:
     if given is None:
         return datum
     return replace(datum, loss_inputs=datum.loss_inputs | {FIELD: np.sort(_unpacked(given, mixture), axis=-1)})
-
-
-def experts_of(data: Sequence[Datum]) -> Iterator[npt.NDArray[np.int32]] | None:
-    """The routed experts of one sequence after the other, int32 [N, layers * k]; -1 for sequences without. None if no
-    sequence has them. `data`: of `with_sorted_experts`. They become int32 one at a time: together they need two or four
-    times the memory of packed ones."""
-    given = [datum.loss_inputs.get(FIELD) for datum in data]
-    width = next((experts.shape[1] * experts.shape[2] for experts in given if experts is not None), None)
-    if width is None:
-        return None
-    return (
-        np.full((len(datum.tokens), width), UNRECORDED, np.int32)
-        if experts is None
-        else np.ascontiguousarray(_signed(experts).reshape(-1, width), np.int32)
-        for datum, experts in zip(data, given, strict=True)
-    )
 
 
 def _packed_type(mixture: Mixture) -> type[np.uint8] | type[np.uint16]:
@@ -110,7 +91,7 @@ def _unpacked(given: npt.NDArray[Any], mixture: Mixture) -> npt.NDArray[Any]:
     return packed[:, :width].reshape(len(given), mixture.layers, mixture.per_token)
 
 
-def _signed(experts: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def signed(experts: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """With -1 where nothing was recorded: of unsigned integers int32."""
     if not np.issubdtype(experts.dtype, np.unsignedinteger):
         return experts

@@ -65,7 +65,7 @@ async def client(
         HostWithAllAdapters(),
         api_key="key",
         deadline_s=20.0,
-        loaded=current,  # type: ignore[arg-type]
+        current_weights=current,  # type: ignore[arg-type]
     )
     yield made
     await made.close()

@@ -15,7 +15,7 @@ from api_harness import Api, Serve
 
 from skyrl.api import access
 from skyrl.api.access import Tokens, tenant_of_key, user_urn
-from skyrl.api.hooks import MAX_KEY
+from skyrl.api.table import MAX_KEY
 
 
 def claims(token: str) -> dict[str, object]:

@@ -20,8 +20,8 @@ from api_harness import Serve, sample_body
 from starlette.types import ASGIApp
 
 from benchmarks.stage import NullUpstream
-from skyrl.api.app import HttpTable
 from skyrl.api.call import IncomingHeaders
+from skyrl.api.table import HttpTable
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_url
 from tests.postgres_server import ON_SQLITE

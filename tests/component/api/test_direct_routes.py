@@ -14,10 +14,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
 from starlette.exceptions import HTTPException
 
-from skyrl.api.app import HttpTable, create_app
-from skyrl.api.call import Call
-from skyrl.api.hooks import RequestIds
-from skyrl.api.route import Body
+from skyrl.api.app import create_app
+from skyrl.api.call import Body, Call
+from skyrl.api.table import HttpTable, RequestIds
 from skyrl.base.wire.errors import InvalidToken, NotFound, OverQuota, RequestError
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
 from skyrl.storage.db import keys as key_rows

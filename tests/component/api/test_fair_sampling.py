@@ -139,7 +139,7 @@ async def test_a_new_process_continues_at_the_virtual_time_of_the_others(
         go.set()
         for request_id in promises:
             await api.result(request_id)
-        order = api.services.served[0].lane.gate.order
+        order = api.services.served[0].sampling.gate.order
         assert order is not None
         now = order.now
         assert now > 0

@@ -11,10 +11,9 @@ import pytest
 from api_harness import Api
 from starlette.requests import Request
 
-from skyrl.api.app import HttpTable, create_app
-from skyrl.api.call import Call, Hook
-from skyrl.api.hooks import MAX_REQUEST_ID
-from skyrl.api.route import Route
+from skyrl.api.app import create_app
+from skyrl.api.call import Call, Hook, Route
+from skyrl.api.table import MAX_REQUEST_ID, HttpTable
 from skyrl.runtime.processes.logs import LineFormat
 
 KEY = {"X-API-Key": "tml-one"}

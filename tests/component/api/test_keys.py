@@ -16,7 +16,8 @@ import skyrl.api.server
 from skyrl.api.access import tenant_of_key, user_urn
 from skyrl.storage.db import keys as key_rows
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.keys import SCOPES, ApiKey, Keys, Scope, api_keys
+from skyrl.storage.db.keys import SCOPES, ApiKey, Scope, api_keys
+from skyrl.storage.db.row_caches import Keys
 from tests.postgres_server import ON_BOTH
 
 pytestmark = ON_BOTH

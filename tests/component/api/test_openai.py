@@ -33,7 +33,7 @@ from openai_requests import (
 )
 from sqlalchemy import delete, select
 
-from skyrl.api.hooks import BodyMemoryHook
+from skyrl.api.table import BodyMemoryHook
 from skyrl.base.tiny import tools
 from skyrl.inference import features
 from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY

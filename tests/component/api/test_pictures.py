@@ -21,7 +21,7 @@ from skyrl.base.pictures.places import KnownPicture
 from skyrl.base.pictures.vision import VisionConfig
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.training import decode_forward_backward
-from skyrl.engine.passes import PassPictures
+from skyrl.engine.execution import PassPictures
 from skyrl.sampling import pictures as generation
 from skyrl.storage.db import pictures as picture_rows
 from skyrl.storage.db.database import Connection, Database

@@ -56,9 +56,9 @@ async def test_new_weights_of_one_base_model_replace_none_of_another(api: Api, s
     shared.write(lambda c: c.execute(update(models).values(sampler_version=2)))
     for number, name in enumerate((STUDENT, TEACHER)):
         model_id = model_id_of(mine, number)
-        loaded = api.services.served.of(name).lane.loaded
-        assert loaded is not None
-        assert await loaded.replaced(FullWeights.of(model_id, 2)) is None
+        current_weights = api.services.served.of(name).sampling.current_weights
+        assert current_weights is not None
+        assert await current_weights.replaced(FullWeights.of(model_id, 2)) is None
         sampler = Sampler(f"{mine}:sample:{number}", mine, TENANT, name, None, FullWeights.of(model_id, 1))
         shared.write(lambda c, sampler=sampler, number=number: add_sampler(c, sampler, number))
         shared.write(lambda c: c.execute(update(samplers).values(status="dropped")))

@@ -18,7 +18,7 @@ from api_harness import Api, Serve, sample_body, scrape
 from fake_upstream import FakeUpstream, after, complete
 from router_world import PromptServer, until
 
-from skyrl.api import app as http_table
+from skyrl.api import table
 from skyrl.api.app import create_app
 from skyrl.api.call import IncomingHeaders
 from skyrl.api.direct_http import DirectHttp, DirectRequest, protocol_with
@@ -355,7 +355,7 @@ async def test_a_table_that_does_not_answer_ends_the_connection(
     async def silent(*_: object) -> None:
         pass
 
-    monkeypatch.setattr(http_table.HttpTable, "__call__", silent)
+    monkeypatch.setattr(table.HttpTable, "__call__", silent)
     client = await front.connect()
     await client.send(post(RETRIEVE, polled("none")))
     assert (await client.answer()).status == 500
@@ -378,7 +378,7 @@ async def test_an_error_that_nothing_answers_ends_the_connection(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a bug in the table itself")
 
-    monkeypatch.setattr(http_table, "Call", broken)
+    monkeypatch.setattr(table, "Call", broken)
     client = await front.connect()
     await client.send(post(RETRIEVE, polled("none")))
     answer = await client.answer()

@@ -160,7 +160,7 @@ async def test_a_router_that_has_lost_its_workers_is_told_again(tmp_path: Path) 
         workers = Workers(router.url, None, tmp_path)
         async with served(workers, FakeSidecar(upstream)):
             await until(lambda: states(router) == {upstream.url: "healthy"})
-            router.app._pool.remove(upstream.url, ended=True)
+            router.app.pool.remove(upstream.url, ended=True)
             await until(lambda: states(router) == {upstream.url: "healthy"})
         await workers.close()
 

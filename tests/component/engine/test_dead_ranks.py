@@ -19,8 +19,7 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.trainer.protocol import RankDied
 from skyrl.trainer.ranks.full_backend import FullBackend
 from skyrl.trainer.ranks.full_rank import FullRank
-from skyrl.trainer.ranks.lora_backend import LoraBackend
-from skyrl.trainer.ranks.over_ranks import rank_settings
+from skyrl.trainer.ranks.lora_backend import LoraBackend, rank_settings
 from tests.local_ranks import LocalRanks
 
 LONG = (200,) * 30

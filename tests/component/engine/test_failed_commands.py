@@ -16,7 +16,7 @@ from engine_harness import Harness, Trainer, data, harness_in
 
 from skyrl.base.types.requests import Kind
 from skyrl.engine import recovery
-from skyrl.engine.settlement import OUT_OF_MEMORY
+from skyrl.engine.command_log import OUT_OF_MEMORY
 from skyrl.storage.db.futures import Outcome
 from skyrl.trainer import adamw
 from skyrl.trainer.lora import files as state_module

@@ -22,8 +22,7 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.engine.publishing import adopt_adapters
 from skyrl.storage.db import claims
 from skyrl.storage.db.checkpoints import checkpoints
-from skyrl.storage.db.claims import Displaced, Fence, FencedDatabase
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.database import Database, Displaced, Fence, FencedDatabase, claim_owner
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.models import set_model
@@ -351,14 +350,14 @@ def test_no_server_takes_the_claim_between_the_check_and_the_commit_of_a_write(m
     def write(connection: Any) -> None:
         taking.start()
         taking.join(0.5)  # the take-over waits for this transaction, however long the transaction lasts
-        seen.append(other.read(claims.owner))
+        seen.append(other.read(claim_owner))
         connection.execute(update(sessions).values(status="active"))
 
     engine.write(write)
     taking.join(WAIT_S)
     assert not taking.is_alive()
     assert seen == [SERVER]
-    assert other.read(claims.owner) == "another"
+    assert other.read(claim_owner) == "another"
     with pytest.raises(Displaced):
         engine.write(lambda c: c.execute(update(sessions).values(status="active")))
     engine.close()

@@ -14,7 +14,7 @@ from aiohttp import ClientResponse
 from replicas import Server, group_of, replica_at, running, servers
 from test_router_members import KEY, ROUTER, until, used
 
-from skyrl.api.readiness import EngineWatch
+from skyrl.api.served import EngineWatch
 from skyrl.base.config.base_models import Modes
 from skyrl.base.types.placed_server import PlacedServer
 from skyrl.inference.engine_group import EngineGroup

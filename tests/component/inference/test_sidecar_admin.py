@@ -15,7 +15,7 @@ import pytest
 from skyrl.http.admin_key import AdminKey
 from skyrl.inference.remote.sidecar import PATH, PlacementRoute
 from skyrl.inference.sidecar.updates import FIRST_WEIGHTS
-from tests.component.router_world import Exchange, running_router, until
+from tests.component.router_world import Exchange, running_router, steps, until
 from tests.component.sidecar_world import FakeVllm, RunningSidecar, answers, choice, completion, sidecar_before
 
 ADMIN = (
@@ -73,7 +73,7 @@ async def test_a_stranger_gets_nothing_of_the_admin_routes() -> None:
                         if method != "HEAD":
                             assert (await answer.json())["error"]["code"] == "unauthorized"
         assert before == [one.path for one in vllm.received if one.path not in OWN]
-        assert sidecar.app.in_flight.gate.is_open
+        assert sidecar.app.in_flight.opened.is_set()
 
 
 async def test_the_key_opens_the_admin_routes_and_all_others_are_open() -> None:
@@ -250,11 +250,7 @@ async def test_a_pause_by_hand_outlasts_a_release() -> None:
 
 async def test_requests_in_flight_refuse_a_release_and_go_on() -> None:
     vllm, end = SleepingVllm(), asyncio.Event()
-
-    async def script(exchange: Exchange) -> None:
-        await end.wait()
-        await answers(completion(choice([8])))(exchange)
-
+    script = steps(end, answers(completion(choice([8]))))
     vllm.complete = script
     async with sidecar_before(vllm) as sidecar:
         asked = asyncio.create_task(sidecar.generate())

@@ -17,7 +17,7 @@ import pytest
 from yarl import URL
 
 from skyrl.inference.sidecar.completion import Collected
-from tests.component.router_world import Exchange, until
+from tests.component.router_world import Exchange, break_off, steps, until, until_left
 from tests.component.sidecar_world import FakeVllm, answers, choice, completion, events, running_sidecar, sidecar_before
 
 LIES: dict[str, dict[str, Any]] = {
@@ -108,21 +108,14 @@ async def test_without_vllm_the_answer_is_503_at_once() -> None:
 
 
 async def test_vllm_that_breaks_off_is_502() -> None:
-    async def script(exchange: Exchange) -> None:
-        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
-        exchange.break_off()
-
+    script = steps(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{", break_off)
     async with sidecar_before(FakeVllm(script)) as sidecar:
         assert (await sidecar.generate())[0] == 502
 
 
 @pytest.mark.parametrize("head", [b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000])
 async def test_what_is_not_http_is_502_and_is_not_asked_again(head: bytes) -> None:
-    async def script(exchange: Exchange) -> None:
-        await exchange.send(head)
-        await exchange.client_closed.wait()
-
-    vllm = FakeVllm(script)
+    vllm = FakeVllm(steps(head, until_left))
     async with sidecar_before(vllm) as sidecar:
         status, answer = await sidecar.generate()
         assert status == 502
@@ -131,10 +124,7 @@ async def test_what_is_not_http_is_502_and_is_not_asked_again(head: bytes) -> No
 
 
 async def test_a_stream_that_breaks_off_ends_with_an_error_and_done() -> None:
-    async def script(exchange: Exchange) -> None:
-        await exchange.send(events({"choices": [choice([8], finish_reason=None)]}, done=False))
-        exchange.break_off()
-
+    script = steps(events({"choices": [choice([8], finish_reason=None)]}, done=False), break_off)
     async with sidecar_before(FakeVllm(script)) as sidecar:
         status, answer = await sidecar.generate(stream=True)
         lines = [line for line in answer.decode().split("\n\n") if line]
@@ -184,12 +174,7 @@ async def test_numbers_that_vllm_does_not_report_are_left_out() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_frees_vllm(stream: bool) -> None:
     closed = asyncio.Event()
-
-    async def script(exchange: Exchange) -> None:
-        await exchange.client_closed.wait()
-        closed.set()
-
-    vllm = FakeVllm(script)
+    vllm = FakeVllm(steps(until_left, closed.set))
     async with sidecar_before(vllm) as sidecar:
         request = asyncio.create_task(sidecar.generate(stream=stream))
         await until(lambda: bool(vllm.bodies))
@@ -223,12 +208,7 @@ async def test_an_abort_is_repeated_until_vllm_has_ended_the_sample() -> None:
 
 async def test_an_abort_that_vllm_never_obeys_closes_the_connection_and_is_answered() -> None:
     closed = asyncio.Event()
-
-    async def script(exchange: Exchange) -> None:
-        await exchange.client_closed.wait()
-        closed.set()
-
-    vllm = FakeVllm(script)
+    vllm = FakeVllm(steps(until_left, closed.set))
     async with sidecar_before(vllm, abort_s=0.2) as sidecar:
         request = asyncio.create_task(sidecar.generate(return_logprob=True))
         await until(lambda: bool(vllm.bodies))
@@ -248,11 +228,7 @@ async def test_without_development_endpoints_an_abort_keeps_what_was_streamed(mo
         read.set()
 
     monkeypatch.setattr(Collected, "add_chunk", add_and_tell)
-
-    async def script(exchange: Exchange) -> None:
-        await exchange.send(events({"choices": [choice([8, 9], finish_reason=None)]}, done=False))
-        await exchange.client_closed.wait()
-
+    script = steps(events({"choices": [choice([8, 9], finish_reason=None)]}, done=False), until_left)
     vllm = FakeVllm(script, dev_mode=False)
     async with sidecar_before(vllm) as sidecar:
         asked = asyncio.create_task(sidecar.generate(return_logprob=True, rid="a"))
@@ -268,12 +244,7 @@ async def test_without_development_endpoints_an_abort_keeps_what_was_streamed(mo
 
 async def test_an_abort_reaches_a_request_that_is_not_sent_yet() -> None:
     tokenizing, go_on = asyncio.Event(), asyncio.Event()
-
-    async def tokenize(exchange: Exchange) -> None:
-        tokenizing.set()
-        await go_on.wait()
-        await answers({"tokens": [1, 2]})(exchange)
-
+    tokenize = steps(tokenizing.set, go_on, answers({"tokens": [1, 2]}))
     vllm = FakeVllm(answers(completion(choice([8]))))
     vllm.answer["/tokenize"] = tokenize
     async with sidecar_before(vllm) as sidecar:
@@ -361,12 +332,7 @@ async def test_wrong_routed_experts_are_an_error_unless_aborted(experts: str) ->
 
 async def test_more_samples_than_allowed_get_503_and_never_fitting_ones_400() -> None:
     end = asyncio.Event()
-
-    async def script(exchange: Exchange) -> None:
-        await end.wait()
-        await answers(completion(choice([8])))(exchange)
-
-    vllm = FakeVllm(script)
+    vllm = FakeVllm(steps(end, answers(completion(choice([8])))))
     async with sidecar_before(vllm, max_in_flight=2) as sidecar:
         both = asyncio.create_task(sidecar.generate(sampling_params={"n": 2}))
         await until(lambda: len(vllm.bodies) == 2)
@@ -380,12 +346,7 @@ async def test_more_samples_than_allowed_get_503_and_never_fitting_ones_400() ->
 
 async def test_flush_cache_waits_until_nothing_is_in_flight_or_refuses() -> None:
     end = asyncio.Event()
-
-    async def script(exchange: Exchange) -> None:
-        await end.wait()
-        await answers(completion(choice([8])))(exchange)
-
-    vllm = FakeVllm(script)
+    vllm = FakeVllm(steps(end, answers(completion(choice([8])))))
     vllm.answer["/reset_prefix_cache"] = answers({"success": True})
     async with sidecar_before(vllm) as sidecar:
         busy = asyncio.create_task(sidecar.generate())
@@ -486,12 +447,7 @@ async def test_other_requests_reach_vllm_as_they_are() -> None:
 
 async def test_a_stream_that_passes_through_arrives_as_it_comes() -> None:
     go_on = asyncio.Event()
-
-    async def script(exchange: Exchange) -> None:
-        await exchange.send(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
-        await go_on.wait()
-        await exchange.send(b"1\r\nb\r\n0\r\n\r\n")
-
+    script = steps(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n", go_on, b"1\r\nb\r\n0\r\n\r\n")
     async with (
         sidecar_before(FakeVllm(script)) as sidecar,
         sidecar.session.post(f"{sidecar.url}/v1/completions", data=b"{}") as answer,

@@ -24,7 +24,7 @@ from skyrl.inference.sidecar.openai_request import (
     SERVED,
     WITHOUT_EFFECT,
 )
-from tests.component.router_world import Exchange
+from tests.component.router_world import Exchange, steps
 from tests.component.sglang_server import sglang_source
 from tests.component.sidecar_world import CONTEXT, FakeVllm, answers, events, sidecar_before
 
@@ -184,9 +184,7 @@ async def test_a_stream_after_ids_is_checked_before_its_first_byte() -> None:
     async with sidecar_before(vllm) as sidecar:
 
         async def streamed(*values: Any) -> tuple[int, Any]:
-            async def script(exchange: Exchange) -> None:
-                await exchange.send(events(*values))
-
+            script = steps(events(*values))
             vllm.answer[CHAT] = script
             return await sidecar.post(CHAT, asked)
 

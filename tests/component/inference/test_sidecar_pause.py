@@ -363,7 +363,7 @@ async def test_a_pause_that_was_found_ends_with_the_update_that_the_weights_wait
         await updates.outdate()
         assert vllm.is_paused
         await updates._trouble.take_over(None)
-        assert (vllm.is_paused, sidecar.app.in_flight.gate.is_open) == (False, True)
+        assert (vllm.is_paused, sidecar.app.in_flight.opened.is_set()) == (False, True)
         await pause(sidecar, "in_place")
         await updates.outdate()
         await updates._trouble.take_over(None)
@@ -377,7 +377,7 @@ async def test_a_hold_and_a_pause_by_hand_end_one_by_one() -> None:
         async with pauses.held():
             await pause(sidecar, "in_place")
         assert vllm.is_paused
-        assert not sidecar.app.in_flight.gate.is_open
+        assert not sidecar.app.in_flight.opened.is_set()
         async with pauses.held():
             async with pauses.held():
                 await resume(sidecar)
@@ -387,7 +387,7 @@ async def test_a_hold_and_a_pause_by_hand_end_one_by_one() -> None:
             hold.stays_paused = True
         assert (vllm.is_paused, pauses.mode) == (True, PauseMode.IN_PLACE)
         await resume(sidecar)
-        assert sidecar.app.in_flight.gate.is_open
+        assert sidecar.app.in_flight.opened.is_set()
 
 
 async def test_a_hold_that_cannot_continue_does_so_later() -> None:
@@ -412,10 +412,10 @@ async def test_pauses_and_continuations_at_once_end_in_the_state_of_the_last() -
         calls += [sidecar.post("/continue_generation") for _ in range(5)]
         assert {status for status, _ in await asyncio.gather(*calls)} == {200}
         last = [path for path in vllm.calls if path not in ("/v1/completions", "/metrics")][-1]
-        gate = sidecar.app.in_flight.gate
-        assert gate.is_open == (not vllm.is_paused) == (last == "/resume") == (sidecar.app.pause.mode is None)
+        opened = sidecar.app.in_flight.opened
+        assert opened.is_set() == (not vllm.is_paused) == (last == "/resume") == (sidecar.app.pause.mode is None)
         await resume(sidecar)
-        assert (gate.is_open, vllm.is_paused) == (True, False)
+        assert (opened.is_set(), vllm.is_paused) == (True, False)
         assert {status for status, _ in await asyncio.gather(*samples)} == {200}
 
 

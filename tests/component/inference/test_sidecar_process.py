@@ -13,18 +13,13 @@ from typer.testing import CliRunner
 
 from skyrl.cli.main import app
 from skyrl.runtime.processes.ports import free_port
-from tests.component.router_world import Exchange, until
+from tests.component.router_world import steps, until
 from tests.component.sidecar_world import FakeVllm, answers, choice, completion
 
 
 async def test_sigterm_lets_samples_end_and_leaves_nothing() -> None:
     end = asyncio.Event()
-
-    async def script(exchange: Exchange) -> None:
-        await end.wait()
-        await answers(completion(choice([8])))(exchange)
-
-    vllm = FakeVllm(script)
+    vllm = FakeVllm(steps(end, answers(completion(choice([8])))))
     await vllm.start()
     port = free_port()
     keys = {"SKYRL_VLLM_API_KEY": "secret", "SKYRL_ADMIN_KEY": "admin"}

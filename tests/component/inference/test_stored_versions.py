@@ -14,7 +14,7 @@ from engine_harness import until
 from test_remote import CountedStore
 
 from skyrl.base.types.weights import FullWeights
-from skyrl.inference.remote.asgi import answer_json, body_of, fields_of
+from skyrl.http.messages import Body, fields_of, json_reply
 from skyrl.inference.remote.cache import NodeCache, NodeFiles
 from skyrl.inference.remote.references import BASE_MODEL, reference_to
 from skyrl.inference.remote.sidecar import MAX_BODY, UPDATE, KeyNeeded, StoredVersions
@@ -42,13 +42,12 @@ class FakeSidecar:
     refuses: bool = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body = await body_of(receive, 2 * MAX_BODY)
-        assert body is not None
+        body = await Body(receive, 2 * MAX_BODY).collect()
         assert int(dict(scope["headers"]).get(b"content-length", b"0")) == len(body)
         self.bodies.append(request := fields_of(body))
         if files := _files_in(Path(str(request.get("model_path")))):
             self.reads.append(files)
-        await answer_json(send, 400 if self.refuses else 200, {"success": not self.refuses})
+        await json_reply(400 if self.refuses else 200, {"success": not self.refuses}).send(send)
 
 
 @dataclass

@@ -33,7 +33,7 @@ from skyrl.rollout import (
 from skyrl.rollout.client import ROUTING_KEY
 from skyrl.rollout.strategies import PlainStrategy
 from skyrl.router.middleware import RouterContext
-from tests.component.router_world import Exchange, FakeWorker, running_router, until
+from tests.component.router_world import Exchange, FakeWorker, running_router, steps, until, until_left
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "text_rollouts.py"
 REQUEST = RolloutRequest(input_ids=[1, 2], params=SamplingParams(max_new_tokens=5, min_new_tokens=3))
@@ -399,11 +399,7 @@ async def test_an_interrupted_worker_is_asked_again_unless_configured_otherwise(
 
 @pytest.mark.parametrize("raw", [b"SSH-2.0-OpenSSH_9.2\r\n", b"x" * 2**17], ids=["no HTTP", "an endless status line"])
 async def test_a_server_that_does_not_speak_http_is_an_error_at_once(raw: bytes) -> None:
-    async def talk(exchange: Exchange) -> None:
-        await exchange.send(raw)
-        await exchange.client_closed.wait()
-
-    server = FakeWorker(talk)
+    server = FakeWorker(steps(raw, until_left))
     await server.start()
     try:
         async with RolloutClient(RolloutConfig(rollout_router_port=server.port, rollout_deadline_s=20)) as client:

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from skyrl.base.tiny import model_path
-from tests.component.router_world import Exchange, FakeWorker, RunningRouter, running_router, until
+from tests.component.router_world import Exchange, FakeWorker, RunningRouter, running_router, steps, until
 from tests.component.sidecar_world import (
     FakeVllm,
     RunningSidecar,
@@ -75,7 +75,7 @@ async def put(router: RunningRouter, worker: FakeWorker, body: Any) -> tuple[int
 
 
 def worker_id(router: RunningRouter, worker: FakeWorker) -> str:
-    found = router.app._pool.find(worker.url)
+    found = router.app.pool.find(worker.url)
     assert found is not None
     return found.id
 
@@ -179,10 +179,7 @@ async def test_a_failed_change_is_answered_with_the_workers_reason(
 
 async def test_samples_in_flight_at_real_sidecars_are_the_first_sentence() -> None:
     end = asyncio.Event()
-
-    async def held(exchange: Exchange) -> None:
-        await end.wait()
-        await answers(completion(choice([8])))(exchange)
+    held = steps(end, answers(completion(choice([8]))))
 
     async def sample(sidecar: RunningSidecar, vllm: FakeVllm, count: int) -> list[asyncio.Task[Any]]:
         asked = [asyncio.create_task(sidecar.generate()) for _ in range(count)]
@@ -256,7 +253,7 @@ async def test_requests_wait_while_the_weights_of_all_workers_change(short_way: 
         gone = asyncio.create_task(sampled(router, 1))
         await until(lambda: len(router.server.server_state.tasks) >= 7)
         gone.cancel()
-        await until(lambda: router.app._counts["client_left"] == 1)
+        await until(lambda: router.app.counts["client_left"] == 1)
         assert len(worker.received) == before
         async with router.session.get(f"{router.url}/readyz") as answer:
             assert answer.status == 200
@@ -485,7 +482,7 @@ async def test_what_is_set_by_hand_survives_a_restart(tmp_path: Path) -> None:
         async with running_router(state_dir=tmp_path) as router:
             await until(lambda: listed(router, first)["state"] == "healthy")
             assert listed(router, first)["disabled"] == "it is hot"
-            assert not router.app._pool.routable
+            assert not router.app.pool.routable
     finally:
         await first.stop()
 

@@ -13,7 +13,6 @@ from sidecar_world import FakeVllm, answers, choice, completion, running_sidecar
 
 from skyrl.base.tiny import model_path
 from skyrl.cli.launcher.metrics import LauncherMetrics
-from skyrl.http.connection import Pool
 from skyrl.router.metrics import EVENTS, RouterMetrics
 from skyrl.router.middleware import Chain, RouterContext
 from skyrl.router.policies import LeastInFlight
@@ -28,7 +27,7 @@ class Parts:
 
     def __init__(self, *middleware: str) -> None:
         self.pool, self.counts = WorkerPool(LeastInFlight()), Counter[str]()
-        proxy = Proxy(self.pool, Pool(), Limits(), self.counts, ())
+        proxy = Proxy(self.pool, Limits(), self.counts, ())
         self.chain = Chain(middleware, proxy, RouterContext(tokenizer_dir=model_path(), options={}))
         self.metrics = RouterMetrics(self.pool, proxy, self.counts, self.chain)
 

@@ -18,7 +18,7 @@ from skyrl.base.tiny import model_path
 from skyrl.router.messages import Request, Response
 from skyrl.router.middleware import ALIASES, RADIX, CallNext, PluginError, RouterContext, RouterMiddleware, load
 from skyrl.router.testing import MiddlewareBench
-from tests.component.router_world import Exchange, FakeWorker, running_router, until
+from tests.component.router_world import Exchange, FakeWorker, running_router, steps, until, until_left
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "middleware"
 HERE = __name__
@@ -297,12 +297,9 @@ def test_what_slimes_middleware_cannot_have_is_told_with_what_to_do() -> None:
 
 async def test_a_stream_passes_middleware_piece_by_piece() -> None:
     go_on = asyncio.Event()
-
-    async def stream(exchange: Exchange) -> None:
-        await exchange.send(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n")
-        await go_on.wait()
-        await exchange.send(b"3\r\ntwo\r\n0\r\n\r\n")
-
+    stream = steps(
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n", go_on, b"3\r\ntwo\r\n0\r\n\r\n"
+    )
     async with (
         running_router(FakeWorker(stream), middleware=(f"{HERE}.Upper",)) as router,
         router.session.post(f"{router.url}/x", data=b"1") as answer,
@@ -315,12 +312,7 @@ async def test_a_stream_passes_middleware_piece_by_piece() -> None:
 @pytest.mark.parametrize("chain", [(f"{HERE}.First",), (f"{HERE}.First", f"{HERE}.Pure")])
 async def test_a_client_that_leaves_frees_the_worker_behind_middleware(chain: tuple[str, ...]) -> None:
     freed = asyncio.Event()
-
-    async def never(exchange: Exchange) -> None:
-        await exchange.client_closed.wait()
-        freed.set()
-
-    worker = FakeWorker(never)
+    worker = FakeWorker(steps(until_left, freed.set))
     async with running_router(worker, middleware=chain) as router:
         asking = asyncio.create_task(router.session.post(f"{router.url}/generate", data=b"[]").__aenter__())
         await until(lambda: len(worker.received) == 1)

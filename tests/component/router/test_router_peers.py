@@ -11,12 +11,13 @@ from contextlib import AbstractAsyncContextManager
 import aiohttp
 import pytest
 
+from skyrl.http.forward import RequestHead
 from skyrl.router.messages import Request, Response
 from skyrl.router.middleware import CallNext, RouterMiddleware
 from skyrl.router.pool import Slots
-from skyrl.router.proxy import Limits, RequestHead
+from skyrl.router.proxy import Limits
 from tests.component import router_world
-from tests.component.router_world import Exchange, FakeWorker, RunningRouter, until
+from tests.component.router_world import Exchange, FakeWorker, RunningRouter, steps, until, until_left
 
 Start = Callable[..., AbstractAsyncContextManager[RunningRouter]]
 ONE = b"POST /one HTTP/1.1\r\nhost: r\r\ncontent-length: 1\r\n\r\n1"
@@ -78,11 +79,9 @@ async def test_an_answer_without_a_body_ends_with_its_head_whatever_its_length(
 
 
 async def test_trailers_do_not_become_headers(running_router: Start) -> None:
-    async def with_trailers(exchange: Exchange) -> None:
-        await exchange.send(
-            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5;ext=1\r\nhello\r\n0\r\nx-late: 1\r\n\r\n"
-        )
-
+    with_trailers = steps(
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5;ext=1\r\nhello\r\n0\r\nx-late: 1\r\n\r\n"
+    )
     worker = FakeWorker(with_trailers)
     async with running_router(worker) as router:
         reader, writer = await connect(router)
@@ -107,10 +106,7 @@ async def test_trailers_do_not_become_headers(running_router: Start) -> None:
     ],
 )
 async def test_two_lengths_are_refused_on_both_sides(running_router: Start, headers: bytes) -> None:
-    async def ambiguous(exchange: Exchange) -> None:
-        await exchange.send(b"HTTP/1.1 200 OK\r\n%s\r\n\r\n0\r\n\r\n" % headers)
-
-    worker = FakeWorker(ambiguous)
+    worker = FakeWorker(steps(b"HTTP/1.1 200 OK\r\n%s\r\n\r\n0\r\n\r\n" % headers))
     async with running_router(worker) as router:
         async with router.session.post(f"{router.url}/x", data=b"1") as answer:
             assert answer.status == 502
@@ -175,9 +171,7 @@ async def test_what_comes_behind_an_upgrade_is_not_taken_for_requests(running_ro
 
 
 async def test_a_hanging_worker_that_is_removed_does_not_end_the_router(running_router: Start) -> None:
-    async def hang(exchange: Exchange) -> None:
-        await exchange.client_closed.wait()
-
+    hang = steps(until_left)
     workers = [FakeWorker(hang), FakeWorker(hang)]
     async with running_router(*workers, hang_s=0.1) as router:
         asking = [asyncio.create_task(router.session.post(f"{router.url}/x", data=b"1").__aenter__()) for _ in "123"]
@@ -304,8 +298,8 @@ async def test_with_random_faults_each_request_gets_its_own_answer_or_an_error(r
     async with running_router(*workers, health_check_interval_s=60, limits=Limits(running=6)) as router:
         await asyncio.gather(*(client(router, name) for name in range(8)))
         await until(lambda: in_flight(router) == 0 and router.app.status()["waiting"] == 0)
-        proxy = router.app._proxy
-        assert proxy.at_workers == {}
+        proxy = router.app.proxy
+        assert not any(worker.exchanges for worker in proxy.pool.workers)
         assert all(proxy.slots.try_acquire() for _ in range(6))
         assert not proxy.slots.try_acquire()
     assert sum(outcomes.values()) == 240

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from small_workers import small_workers
 
-from skyrl.router.heads import BadHead
+from skyrl.http.forward import BadHead
 from skyrl.router.health import HealthProber
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import Change, WorkerPool

@@ -15,7 +15,7 @@ import pytest
 
 from skyrl.router.proxy import Limits
 from tests.component import router_world
-from tests.component.router_world import Exchange, FakeWorker, RunningRouter, until
+from tests.component.router_world import Exchange, FakeWorker, RunningRouter, break_off, steps, until, until_left
 from tests.garbage import skyrl_garbage
 
 Start = Callable[..., AbstractAsyncContextManager[RunningRouter]]
@@ -97,13 +97,12 @@ async def test_status_headers_and_body_of_an_answer_come_back_as_sent(running_ro
 
 async def test_a_stream_arrives_in_the_pieces_in_which_the_worker_sends_them(running_router: Start) -> None:
     go_on = asyncio.Event()
-
-    async def stream(exchange: Exchange) -> None:
-        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-        await exchange.send(b"9\r\ndata: 1\n\n\r\n")
-        await go_on.wait()
-        await exchange.send(b"9\r\ndata: 2\n\n\r\n0\r\n\r\n")
-
+    stream = steps(
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"9\r\ndata: 1\n\n\r\n",
+        go_on,
+        b"9\r\ndata: 2\n\n\r\n0\r\n\r\n",
+    )
     async with running_router(FakeWorker(stream)) as router, router.session.post(f"{router.url}/generate") as answer:
         assert await answer.content.readany() == b"data: 1\n\n"
         status = router.app.status()
@@ -132,13 +131,7 @@ async def test_a_large_body_is_passed_on_while_it_arrives(running_router: Start)
 
 async def test_a_client_that_leaves_frees_the_worker(running_router: Start) -> None:
     started, freed = asyncio.Event(), asyncio.Event()
-
-    async def never(exchange: Exchange) -> None:
-        started.set()
-        await exchange.client_closed.wait()
-        freed.set()
-
-    async with running_router(FakeWorker(never)) as router:
+    async with running_router(FakeWorker(steps(started.set, until_left, freed.set))) as router:
         asking = asyncio.create_task(router.session.post(f"{router.url}/generate", data=b"{}").__aenter__())
         await started.wait()
         asking.cancel()
@@ -204,9 +197,7 @@ async def test_a_revived_worker_is_used_again(running_router: Start) -> None:
 
 
 async def test_a_request_that_a_worker_may_have_run_is_not_sent_again(running_router: Start) -> None:
-    async def die(exchange: Exchange) -> None:
-        exchange.break_off()
-
+    die = steps(break_off)
     workers = FakeWorker(die), FakeWorker(die)
     async with running_router(*workers) as router, router.session.post(f"{router.url}/x", data=b"1") as answer:
         assert answer.status == 502
@@ -216,11 +207,11 @@ async def test_a_request_that_a_worker_may_have_run_is_not_sent_again(running_ro
 
 
 async def test_an_answer_that_breaks_off_is_not_completed(running_router: Start) -> None:
-    async def die(exchange: Exchange) -> None:
-        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-        await exchange.send(b"9\r\ndata: 1\n\n\r\n")
-        exchange.break_off()
-
+    die = steps(
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"9\r\ndata: 1\n\n\r\n",
+        break_off,
+    )
     async with running_router(FakeWorker(die)) as router, router.session.post(f"{router.url}/x", data=b"1") as answer:
         assert await answer.content.readany() == b"data: 1\n\n"
         with pytest.raises(aiohttp.ClientPayloadError):
@@ -228,10 +219,7 @@ async def test_an_answer_that_breaks_off_is_not_completed(running_router: Start)
 
 
 async def test_an_answer_shorter_than_its_length_is_not_completed(running_router: Start) -> None:
-    async def cut(exchange: Exchange) -> None:
-        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nonly this")
-        exchange.break_off()
-
+    cut = steps(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nonly this", break_off)
     async with running_router(FakeWorker(cut)) as router:
         with pytest.raises(aiohttp.ClientPayloadError):
             async with router.session.post(f"{router.url}/x", data=b"1") as answer:
@@ -240,10 +228,7 @@ async def test_an_answer_shorter_than_its_length_is_not_completed(running_router
 
 @pytest.mark.parametrize("garbage", [b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000])
 async def test_an_answer_that_is_not_http_is_a_502(running_router: Start, garbage: bytes) -> None:
-    async def talk(exchange: Exchange) -> None:
-        await exchange.send(garbage)
-        await exchange.client_closed.wait()
-
+    talk = steps(garbage, until_left)
     async with running_router(FakeWorker(talk)) as router, router.session.post(f"{router.url}/x", data=b"1") as answer:
         assert answer.status == 502
 
@@ -328,10 +313,7 @@ async def test_a_small_bound_of_bodies_holds(running_router: Start) -> None:
 
 
 async def test_requests_at_a_worker_that_hangs_are_broken_off(running_router: Start) -> None:
-    async def hang(exchange: Exchange) -> None:
-        await exchange.client_closed.wait()
-
-    worker = FakeWorker(hang)
+    worker = FakeWorker(steps(until_left))
     async with running_router(worker, hang_s=0.1) as router:
         asking = asyncio.create_task(router.session.post(f"{router.url}/x", data=b"1").__aenter__())
         await until(lambda: len(worker.received) == 1)
@@ -359,11 +341,7 @@ async def test_with_a_key_only_health_is_open(running_router: Start) -> None:
 async def test_requests_that_outlast_the_end_of_the_router_are_answered(running_router: Start) -> None:
     """The router waits a while for them. Then they get an answer that says what is known, not a bare 500."""
     started = asyncio.Event()
-
-    async def never(exchange: Exchange) -> None:
-        started.set()
-        await exchange.client_closed.wait()
-
+    never = steps(started.set, until_left)
     async with running_router(
         FakeWorker(never), middleware=("tests.component.router.test_router_middleware.Marks",)
     ) as router:

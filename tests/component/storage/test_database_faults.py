@@ -22,18 +22,17 @@ from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.engine.settlement import failed
+from skyrl.engine.command_log import failed
 from skyrl.http.client import HttpClient
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.servers import EndpointUnknown, EngineEndpoint
 from skyrl.storage.db import database as database_module
 from skyrl.storage.db import futures as rows
-from skyrl.storage.db.claims import Fence, claim, read_claim
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.claims import claim, read_claim
+from skyrl.storage.db.database import Database, Fence, RetryingDatabase
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.engine_state import EngineState, read_state
 from skyrl.storage.db.futures import Outcome
-from skyrl.storage.db.repeats import RetryingDatabase
 from skyrl.storage.db.row_statements import Group, RowConnection
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.doorbell import Doorbell

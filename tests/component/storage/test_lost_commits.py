@@ -14,9 +14,8 @@ from engine_harness import Harness, Trainer, harness_in, until
 from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError
 
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.database import Database, RetryingDatabase
 from skyrl.storage.db.futures import futures
-from skyrl.storage.db.repeats import RetryingDatabase
 from skyrl.storage.db.usage import usage
 from tests.local_ranks import rank_of
 from tests.postgres_server import ON_BOTH

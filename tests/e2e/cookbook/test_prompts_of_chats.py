@@ -1,5 +1,5 @@
 """Where the cookbook's renderers make other prompts than the templates of the released models, as docs/howto/openai.md
-and `skyrl.chat.openai.chat_templates` say."""
+and `skyrl.chat.openai.messages` say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skyrl.chat.agents.rendering.renderer import ChatTemplate, Setting
-from skyrl.chat.openai.chat_templates import GPT_OSS, LLAMA, QWEN3, difference
+from skyrl.chat.openai.messages import GPT_OSS, LLAMA, QWEN3, difference
 from tests.environments import ROOT, environment
 from tests.released_templates import CannotFetch, released_templates
 

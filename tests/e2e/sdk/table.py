@@ -33,7 +33,7 @@ Which feature works with which release of the `tinker` SDK: {releases}.
 with the unmodified SDK of every release, and `tests/e2e/sdk/features` says what is checked. CI runs the checks with the
 newest and the oldest release, and fails if this page says something else.
 
-The column SDK names the releases with which the check passed. **refused**: these have the feature, and it is refused
+Each line begins with the releases with which the checks passed. **refused**: these have the feature, and it is refused
 with a clear message. **SDK bug**: their own mistake keeps it from working, with any server. Other releases do not have
 it.
 """
@@ -44,14 +44,6 @@ Results = Mapping[str, Mapping[str, Any]]
 
 def read() -> dict[str, dict[str, Any]]:
     return json.loads(KEPT.read_text())
-
-
-def row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |\n"
-
-
-def header(cells: Sequence[str]) -> str:
-    return row(cells) + f"|{'---|' * len(cells)}\n"
 
 
 def span(having: Sequence[str], results: Results) -> str:
@@ -70,7 +62,7 @@ def span_of(key: str, name: str, results: Results) -> str:
 
 
 def features(results: Results) -> str:
-    """A table per group of the catalogue, with one row for features that work with the same releases. What is refused
+    """A list per group of the catalogue, with one line for features that work with the same releases. What is refused
     says why."""
     text = ""
     for group, members in groupby(CATALOGUE.values(), key=lambda feature: feature.group):
@@ -81,8 +73,7 @@ def features(results: Results) -> str:
             shown = [said + span(having[status], results) for status, said in STATUSES.items() if having[status]]
             why = f" ({_clause(feature.sentence)})" if having["refused"] else ""
             alike.setdefault("; ".join(shown), []).append(feature.name + why)
-        text += f"\n## {group}\n\n" + header(["SDK", "feature"])
-        text += "".join(row([shown, ", ".join(names)]) for shown, names in alike.items())
+        text += f"\n## {group}\n\n" + "".join(f"- {shown}: {', '.join(names)}\n" for shown, names in alike.items())
     return text
 
 
@@ -91,46 +82,27 @@ def _clause(sentence: str) -> str:
 
 
 def bugs(results: Results) -> str:
-    text = "\n## Bugs of an SDK\n\n" + header(["feature", "SDK", "what is wrong"])
-    for name, said in sorted({bug for kept in results.values() for bug in kept["bugs"].items()}):
-        text += row([name, span_of("bugs", name, results), said])
-    return text
+    found = sorted({bug for kept in results.values() for bug in kept["bugs"].items()})
+    lines = (f"- {span_of('bugs', name, results)}: {name}: {said}\n" for name, said in found)
+    return "\n## Bugs of an SDK\n\n" + "".join(lines)
 
 
-def methods(results: Results) -> str:
-    """Every public method of every release."""
-    called = ", ".join(f"`{name}` ({why})" for name, why in UNCALLED.items())
-    text = f"\n## Methods\n\nEvery public method of the SDK's clients; a check calls each one but {called}.\n\n"
-    names = {name for kept in results.values() for name in kept["methods"]}
-    alike: dict[tuple[str, str], list[str]] = {}
-    for name in sorted(names - {f"{name}_async" for name in names}):
-        owner, _, method = name.partition(".")
-        twin = "[_async]" if f"{name}_async" in names else ""
-        alike.setdefault((owner, span_of("methods", name, results)), []).append(f"`{method}{twin}`")
-    text += header(["client", "SDK", "methods"])
-    text += "".join(row([f"`{owner}`", having, ", ".join(each)]) for (owner, having), each in sorted(alike.items()))
-    untried = [
-        f"`{command}` ({span_of('commands', command, results)}), which {reason}"
-        for command, reason in sorted(UNTRIED_COMMANDS.items())
-    ]
-    return f"{text}\nNot run: {', '.join(untried)}.\n"
+def methods() -> str:
+    """Which public methods and commands no check calls."""
+    methods = ", ".join(f"`{name}` ({why})" for name, why in UNCALLED.items())
+    commands = ", ".join(f"`{command}`, which {why}" for command, why in sorted(UNTRIED_COMMANDS.items()))
+    return f"""
+## Methods and endpoints
 
-
-def endpoints(results: Results) -> str:
-    """Every endpoint that an SDK called, by the SDKs that called it."""
-    text = "\n## Endpoints\n\nWhat each SDK asked the server for in these checks. None was answered with 404, 405 or "
-    text += "a server error, except for what a check asked for in order to be refused.\n\n"
-    text += header(["SDK", "endpoints"])
-    alike: dict[str, list[str]] = {}
-    routes = {route for kept in results.values() for route in kept["routes"]}
-    for route in sorted(routes, key=lambda route: route.split()[::-1]):
-        alike.setdefault(span_of("routes", route, results), []).append(f"`{route}`")
-    return text + "".join(row([having, ", ".join(each)]) for having, each in sorted(alike.items()))
+A check calls every public method of the clients of every release.
+Not called: {methods}; {commands}.
+No endpoint that an SDK asked for answered with 404, 405 or a server error, unless a check asked to be refused.
+"""
 
 
 def render(results: Results) -> str:
     introduction = INTRODUCTION.format(releases=", ".join(results))
-    return introduction + features(results) + bugs(results) + methods(results) + endpoints(results)
+    return introduction + features(results) + bugs(results) + methods()
 
 
 def measured() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 
-from skyrl.api.call import Call, reply
-from skyrl.api.route import Body
+from skyrl.api.call import Body, Call, reply
 from skyrl.api.routing import Routes
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.requests import FinishSessionRequest, ModelRequest

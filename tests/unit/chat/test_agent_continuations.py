@@ -18,7 +18,7 @@ from skyrl.base.tiny import model_path
 from skyrl.chat.agents.rendering.continuation import ContinuationTokenizer, Continued, Fork, Kept, Step
 from skyrl.chat.agents.rendering.loaded_models import has_system_role, load
 from skyrl.chat.agents.rendering.renderer import Setting, prepared, template_arguments, tools_of
-from skyrl.chat.openai.chat_templates import for_template
+from skyrl.chat.openai.messages import for_template
 
 TOOLS = [
     {

@@ -17,7 +17,8 @@ from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.errors import RequestError
 from skyrl.chat.agents.export import FORMS, About, Experts, Row, as_slime, ends_of, recorded, rows_of
 from skyrl.trainer.protocol import Datum, Mixture, TrainingPass
-from skyrl.trainer.rows.routed_experts import check_routed_experts, experts_of, with_sorted_experts
+from skyrl.trainer.rows.prefixes import experts_of
+from skyrl.trainer.rows.routed_experts import check_routed_experts, with_sorted_experts
 
 LAYERS, PER_TOKEN, COUNT = 4, 2, 6
 WITH_EXPERTS = [1, 3]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from skyrl.base.types.context_limits import ContextLimits
-from skyrl.chat.openai.chat_templates import efforts_of, with_taken_effort
 from skyrl.chat.openai.generation import chat
+from skyrl.chat.openai.messages import efforts_of, with_taken_effort
 from tests.released_templates import CannotFetch, released_templates
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")

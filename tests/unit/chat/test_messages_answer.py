@@ -25,8 +25,8 @@ def whole(answer: Told) -> dict[str, Any]:
 
 
 def streamed(answer: Told) -> bytes:
-    speaker = MessagesEncoder()
-    return b"".join(speaker.events(chunk) for chunk in answer.chunks()) + speaker.end()
+    encoder = MessagesEncoder()
+    return b"".join(encoder.events(chunk) for chunk in answer.chunks()) + encoder.end()
 
 
 def client_of(body: bytes, kind: str) -> Anthropic:
@@ -117,10 +117,10 @@ def test_arguments_that_are_no_json_object_are_kept_as_a_text(arguments: str) ->
 
 
 def test_the_pieces_of_a_calls_input_are_pings_until_it_is_complete() -> None:
-    speaker = MessagesEncoder()
+    encoder = MessagesEncoder()
     piece = {"index": 0, "id": "c", "function": {"name": "add", "arguments": '{"a"'}}
     first = {"id": "chatcmpl-7", "model": "tiny", "choices": [{"delta": {"tool_calls": [piece]}}]}
-    kinds = [event["type"] for event in events_in(speaker.events(json.dumps(first).encode()))]
+    kinds = [event["type"] for event in events_in(encoder.events(json.dumps(first).encode()))]
     assert kinds == ["message_start", "content_block_start", "ping"]
 
 
@@ -146,10 +146,10 @@ def test_why_an_answer_ended(finish: str, stop: Any, calls: Any, expected: tuple
 
 
 def test_a_stream_that_fails_ends_with_an_error_that_the_client_raises() -> None:
-    speaker = MessagesEncoder()
+    encoder = MessagesEncoder()
     answer = plain(content="ok", pieces=(Piece("content", "ok"),))
-    stream = b"".join(speaker.events(chunk) for chunk in answer.chunks()[:2])
-    stream += speaker.failed(OpenAIError("The inference server is away.", status=503))
+    stream = b"".join(encoder.events(chunk) for chunk in answer.chunks()[:2])
+    stream += encoder.failed(OpenAIError("The inference server is away.", status=503))
     with pytest.raises(APIStatusError, match="The inference server is away"):
         accumulated(stream)
 

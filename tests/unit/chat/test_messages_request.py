@@ -20,12 +20,12 @@ ADDITION = {"type": "tool_addition"}
 PNG_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
 
 
-def spoken(**fields: Any) -> TranslatedRequest:
+def translated(**fields: Any) -> TranslatedRequest:
     return to_chat(json.dumps({"model": "m", "max_tokens": 9, "messages": [USER]} | fields).encode())
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    return spoken(**fields).chat
+    return translated(**fields).chat
 
 
 def messages(*given: Any, **fields: Any) -> list[dict[str, Any]]:
@@ -46,7 +46,7 @@ def text(given: str) -> dict[str, Any]:
 
 def refused(**fields: Any) -> str | None:
     with pytest.raises(RequestError) as error:
-        spoken(**fields)
+        translated(**fields)
     assert error.value.status == 400
     return error.value.field
 
@@ -75,7 +75,7 @@ def test_fields_of_anthropics_own_server_have_no_effect() -> None:
         "mcp_servers": [],
     }
     assert chat(**hints) == chat()
-    assert spoken(**hints).left_out == ()
+    assert translated(**hints).left_out == ()
 
 
 # The system prompt
@@ -150,7 +150,7 @@ def test_thinking_text_and_calls_of_the_assistant_are_one_message() -> None:
 
 def test_thinking_that_only_anthropic_can_read_is_left_out_and_said() -> None:
     blocks = [{"type": "redacted_thinking", "data": "x"}, text("a")]
-    given = spoken(messages=[USER, {"role": "assistant", "content": blocks}])
+    given = translated(messages=[USER, {"role": "assistant", "content": blocks}])
     assert given.chat["messages"][1] == {"role": "assistant", "content": "a"}
     assert len(given.left_out) == 1
     assert given.left_out[0].startswith("messages[1].content[0]: ")
@@ -158,7 +158,7 @@ def test_thinking_that_only_anthropic_can_read_is_left_out_and_said() -> None:
 
 def test_blocks_that_only_anthropics_server_understands_are_left_out_and_said() -> None:
     blocks = [*({"type": kind, "id": "x", "content": {"a": 1}, "input": {}} for kind in LEFT_OUT), text("a")]
-    given = spoken(messages=[USER, {"role": "assistant", "content": blocks}, USER])
+    given = translated(messages=[USER, {"role": "assistant", "content": blocks}, USER])
     assert given.chat["messages"] == [USER, {"role": "assistant", "content": "a"}, USER]
     for number, (kind, sentence) in enumerate(zip(LEFT_OUT, given.left_out, strict=True)):
         assert sentence.startswith(f"messages[1].content[{number}]: a block of the type {kind!r} is left out: ")
@@ -183,7 +183,7 @@ def test_a_tool_that_a_block_adds_stands_behind_the_requests_own() -> None:
 
 def test_a_system_message_that_should_vanish_later_stays_and_is_said() -> None:
     system = {"role": "system", "content": "It is noon.", "clear_at": "next_user_message", "output_config": {}}
-    given = spoken(messages=[USER, system, USER])
+    given = translated(messages=[USER, system, USER])
     assert [each["content"] for each in given.chat["messages"]] == ["hi", "It is noon.", "hi"]
     assert [said.partition(":")[0] for said in given.left_out] == ["messages[1].clear_at"]
 
@@ -200,12 +200,13 @@ def test_an_assistants_message_at_the_end_is_continued() -> None:
 
 def test_the_clients_tools_go_on_and_those_of_anthropics_server_are_left_out_and_said() -> None:
     strict = TOOL | {"name": "sub", "type": "custom", "strict": True, "cache_control": {}, "defer_loading": True}
-    given = spoken(tools=[TOOL, {"type": "web_search_20250305", "name": "web_search"}, strict])
+    given = translated(tools=[TOOL, {"type": "web_search_20250305", "name": "web_search"}, strict])
     function = ADD["function"] | {"name": "sub", "strict": True}
     assert given.chat["tools"] == [ADD, {"type": "function", "function": function}]
     assert given.left_out == ("tools[1]: a tool of the type 'web_search_20250305' is not served and left out",)
     assert "tools" not in chat(tools=[{"type": "web_search_20250305", "name": "web_search"}])
-    assert spoken(mcp_servers=[{"url": "http://x"}]).left_out == ("mcp_servers: this server connects to no MCP server",)
+    given = translated(mcp_servers=[{"url": "http://x"}])
+    assert given.left_out == ("mcp_servers: this server connects to no MCP server",)
 
 
 @pytest.mark.parametrize(

@@ -38,17 +38,17 @@ ASKED: dict[str, Any] = {
 KEPT = ("type", "role", "name", "namespace", "call_id", "arguments", "input", "content", "summary", "encrypted_content")
 
 
-def speaker() -> AnswerEncoder:
-    return to_chat(json.dumps(ASKED).encode(), None, "resp_1").speaker
+def encoder() -> AnswerEncoder:
+    return to_chat(json.dumps(ASKED).encode(), None, "resp_1").encoder
 
 
 def whole(answer: Told) -> dict[str, Any]:
-    return json.loads(speaker().whole(answer.whole()))
+    return json.loads(encoder().whole(answer.whole()))
 
 
 def streamed(answer: Told) -> bytes:
-    spoken = speaker()
-    return b"".join(spoken.events(chunk) for chunk in answer.chunks()) + spoken.end()
+    writer = encoder()
+    return b"".join(writer.events(chunk) for chunk in answer.chunks()) + writer.end()
 
 
 def events_in(stream: bytes) -> list[dict[str, Any]]:
@@ -153,7 +153,7 @@ def test_the_order_of_the_events() -> None:
 
 def test_a_response_has_the_requests_fields_the_items_and_the_usage() -> None:
     answer = plain(reasoning="hm", content="ok", calls=(("add", '{"b": 1.0}'),), finish_reason="tool_calls")
-    response = client_of(speaker().whole(answer.whole()), "application/json").responses.create(**ASKED)
+    response = client_of(encoder().whole(answer.whole()), "application/json").responses.create(**ASKED)
     Response.model_validate(response.to_dict())
     assert (response.id, response.status, response.model) == ("resp_1", "completed", "tiny")
     assert response.output_text == "ok"
@@ -225,9 +225,9 @@ def test_a_tool_that_the_request_does_not_have_is_called_by_the_name_that_the_mo
     ],
 )
 def test_a_stream_that_fails_says_why_also_before_its_first_chunk(error: RequestError, code: str) -> None:
-    begun = speaker()
-    for spoken, stream in ((begun, begun.events(plain().chunks()[0])), (speaker(), b"")):
-        events = events_in(stream + spoken.failed(error))
+    begun = encoder()
+    for writer, stream in ((begun, begun.events(plain().chunks()[0])), (encoder(), b"")):
+        events = events_in(stream + writer.failed(error))
         kinds = [event["type"] for event in events]
         assert kinds == ["response.created", "response.in_progress", "response.failed"]
         assert events[-1]["response"]["status"] == "failed"

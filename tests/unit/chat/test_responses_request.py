@@ -23,12 +23,12 @@ PNG = "data:image/png;base64,aGk="
 PNG_PART = {"type": "image_url", "image_url": {"url": PNG}}
 
 
-def spoken(previous: list[dict[str, Any]] | None = None, **fields: Any) -> TranslatedRequest:
+def translated(previous: list[dict[str, Any]] | None = None, **fields: Any) -> TranslatedRequest:
     return to_chat(json.dumps({"model": "m", "input": "hi"} | fields).encode(), previous, "resp_1")
 
 
 def chat(previous: list[dict[str, Any]] | None = None, **fields: Any) -> dict[str, Any]:
-    return spoken(previous, **fields).chat
+    return translated(previous, **fields).chat
 
 
 def messages(*items: Any, **fields: Any) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def functions(chat: dict[str, Any]) -> list[str]:
 
 def refused(**fields: Any) -> str | None:
     with pytest.raises(RequestError) as error:
-        spoken(**fields)
+        translated(**fields)
     assert error.value.status == 400
     return error.value.field
 
@@ -92,14 +92,14 @@ def test_fields_of_openais_own_server_have_no_effect() -> None:
         "stream_options": {"include_obfuscation": False},
     }
     assert chat(**hints) == chat()
-    assert spoken(**hints).left_out == ()
+    assert translated(**hints).left_out == ()
 
 
 def test_what_is_asked_and_cannot_be_given_is_said() -> None:
-    assert spoken(include=["message.output_text.logprobs"]).left_out == (
+    assert translated(include=["message.output_text.logprobs"]).left_out == (
         "include: answers of this dialect have no logprobs",
     )
-    assert len(spoken(truncation="auto").left_out) == 1
+    assert len(translated(truncation="auto").left_out) == 1
 
 
 def test_a_schema_of_the_answer_becomes_a_response_format() -> None:
@@ -171,7 +171,7 @@ def test_reasoning_is_read_from_its_text_from_our_encrypted_content_or_from_its_
     ours = {"type": "reasoning", "id": "r", "summary": [text("s", "summary_text")], "encrypted_content": "skyrl:hm"}
     assert messages(ours)[0]["reasoning"] == "hm"
     assert messages(ours | {"content": [text("other", "reasoning_text")]})[0]["reasoning"] == "other"
-    foreign = spoken(input=[ours | {"encrypted_content": "gAAAA"}])
+    foreign = translated(input=[ours | {"encrypted_content": "gAAAA"}])
     assert foreign.chat["messages"][0]["reasoning"] == "s"
     assert foreign.left_out == ("input[0]: reasoning that only another server can read is left out",)
 
@@ -192,7 +192,7 @@ def test_a_response_is_continued_and_instructions_take_the_place_of_the_earlier_
 
 
 def test_functions_go_on_and_tools_of_openais_server_are_left_out_and_said() -> None:
-    given = spoken(tools=[ADD, {"type": "web_search", "external_web_access": False}, READ | {"strict": True}])
+    given = translated(tools=[ADD, {"type": "web_search", "external_web_access": False}, READ | {"strict": True}])
     assert given.chat["tools"] == [
         ADD_IN_CHAT,
         {"type": "function", "function": {"name": "read", "parameters": {"type": "object"}, "strict": True}},
@@ -203,7 +203,7 @@ def test_functions_go_on_and_tools_of_openais_server_are_left_out_and_said() -> 
 
 def test_the_tools_of_a_namespace_have_their_own_names_unless_two_have_the_same() -> None:
     space = {"type": "namespace", "name": "mcp__fs__", "tools": [READ, {"type": "web_search"}]}
-    given = spoken(tools=[ADD, space])
+    given = translated(tools=[ADD, space])
     assert functions(given.chat) == ["add", "read"]
     assert given.left_out == ("tools[1].tools[1]: a tool of the type 'web_search' is not served and left out",)
     both = [space, READ, {"type": "namespace", "name": "db", "tools": [READ]}]
@@ -248,7 +248,7 @@ def test_the_choice_of_a_tool_by_its_name() -> None:
 
 
 def test_items_that_only_openais_server_understands_are_left_out_and_said() -> None:
-    given = spoken(input=[USER, *({"type": kind, "id": "x"} for kind in LEFT_OUT), said("assistant", text("ok"))])
+    given = translated(input=[USER, *({"type": kind, "id": "x"} for kind in LEFT_OUT), said("assistant", text("ok"))])
     assert given.chat["messages"] == [USER, {"role": "assistant", "content": "ok"}]
     assert [
         f"input[{number}]: an item of the type {kind!r}" in said
@@ -259,7 +259,7 @@ def test_items_that_only_openais_server_understands_are_left_out_and_said() -> N
 def test_tools_that_an_item_adds_stand_behind_the_requests_own() -> None:
     newer = ADD | {"description": "Adds two numbers."}
     more = {"type": "additional_tools", "role": "developer", "tools": [READ, newer, {"type": "web_search"}]}
-    given = spoken(tools=[ADD], input=[USER, more], tool_choice={"type": "function", "name": "read"})
+    given = translated(tools=[ADD], input=[USER, more], tool_choice={"type": "function", "name": "read"})
     assert functions(given.chat) == ["add", "read"]
     assert given.chat["tools"][0]["function"]["description"] == "Adds two numbers."
     assert given.chat["messages"] == [USER]
@@ -269,7 +269,7 @@ def test_tools_that_an_item_adds_stand_behind_the_requests_own() -> None:
 def test_what_another_agent_says_is_a_users_message() -> None:
     parts = [text("Done: 3 files."), {"type": "encrypted_content", "encrypted_content": "gAAAA"}]
     item = {"type": "agent_message", "author": "/lead/tests", "recipient": "/lead", "content": parts}
-    given = spoken(input=[USER, item])
+    given = translated(input=[USER, item])
     told = {"role": "user", "content": "Message from /lead/tests to /lead:\nDone: 3 files."}
     assert given.chat["messages"] == [USER, told]
     assert given.left_out == ("input[1].content[1]: only another server can read it, so it is left out",)
@@ -330,7 +330,7 @@ def test_calls_that_a_client_runs_itself_are_calls_of_functions(
 def test_a_search_for_tools_that_openais_server_ran_adds_its_tools_alone() -> None:
     search = {"type": "tool_search_call", "execution": "server", "arguments": {"query": "files"}, "call_id": None}
     found = {"type": "tool_search_output", "execution": "server", "tools": [READ], "call_id": None}
-    given = spoken(input=[USER, search, found])
+    given = translated(input=[USER, search, found])
     assert (given.chat["messages"], functions(given.chat), len(given.left_out)) == ([USER], ["read"], 1)
 
 

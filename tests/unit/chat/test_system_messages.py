@@ -10,9 +10,9 @@ import pytest
 from skyrl.base.types.context_limits import ContextLimits
 from skyrl.chat.dialects import messages as anthropic
 from skyrl.chat.dialects import responses
-from skyrl.chat.openai import chat_templates
-from skyrl.chat.openai.chat_templates import for_template
+from skyrl.chat.openai import messages
 from skyrl.chat.openai.generation import Generation, chat
+from skyrl.chat.openai.messages import for_template
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
 SAID = {"role": "assistant", "content": "ok"}
@@ -93,7 +93,7 @@ def test_a_conversation_that_grows_keeps_what_was_rendered() -> None:
     ],
 )
 def test_a_template_without_system_messages(given: list[dict[str, Any]], made: list[dict[str, Any]]) -> None:
-    assert chat_templates.without_the_role(for_template(given)) == made
+    assert messages.without_the_role(for_template(given)) == made
 
 
 def _chat(fields: dict[str, Any]) -> Generation:

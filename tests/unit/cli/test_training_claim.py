@@ -12,8 +12,7 @@ from skyrl.base.config.server import ConfigError
 from skyrl.cli.launcher import skyrl_processes
 from skyrl.cli.launcher.skyrl_processes import TrainingClaim, server_id
 from skyrl.storage.db import claims, engine_state
-from skyrl.storage.db.claims import Fence
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.database import Database, Fence
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.doorbell import Doorbell
 from tests.postgres_server import ON_BOTH

@@ -11,8 +11,8 @@ from skyrl.api.request_status.commands import of_command
 from skyrl.base.types.activity import EngineActivity, RecoveryProgress, WaitsFor, decode_activity, encode_activity
 from skyrl.base.types.requests import Command, Kind
 from skyrl.engine import activity as activity_module
-from skyrl.engine.activity import ActivityWatch, Holds, RunTimes
-from skyrl.engine.metrics import CommandMetrics
+from skyrl.engine.activity import ActivityWatch, Holds
+from skyrl.engine.metrics import CommandMetrics, RunTimes
 from skyrl.engine.scheduler import Scheduler
 from skyrl.storage.db.commands import PendingCommand
 

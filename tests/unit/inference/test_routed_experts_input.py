@@ -15,7 +15,8 @@ from skyrl.rollout.errors import BadAnswer
 from skyrl.rollout.messages import NOTHING
 from skyrl.rollout.routed_experts import routed_experts_input
 from skyrl.trainer.protocol import Datum, Mixture, TrainingPass
-from skyrl.trainer.rows.routed_experts import check_routed_experts, experts_of, with_sorted_experts
+from skyrl.trainer.rows.prefixes import experts_of
+from skyrl.trainer.rows.routed_experts import check_routed_experts, with_sorted_experts
 
 TOKENS = list(range(10, 22))
 

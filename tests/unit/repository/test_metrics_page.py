@@ -14,7 +14,6 @@ from skyrl.api.metrics import ApiMetrics, ReadinessMetrics
 from skyrl.base.tiny import model_path
 from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.engine.metrics import EngineMetrics
-from skyrl.http.connection import Pool
 from skyrl.inference.metrics import FAMILIES
 from skyrl.inference.sidecar.control import SidecarMetrics
 from skyrl.inference.sidecar.in_flight import InFlight, Pause
@@ -43,7 +42,7 @@ def families() -> Iterator[Metric]:
         yield from process.registry.collect()
     pool, counts = WorkerPool(LeastInFlight()), Counter[str]()
     pool.add("http://one:1")
-    proxy = Proxy(pool, Pool(), Limits(), counts, ())
+    proxy = Proxy(pool, Limits(), counts, ())
     chain = Chain(("radix",), proxy, RouterContext(tokenizer_dir=model_path(), options={}))
     yield from RouterMetrics(pool, proxy, counts, chain).collect()
     no_vllm = cast(Any, None)

@@ -44,10 +44,10 @@ _NOT_SERVED = re.compile(r"<!-- not served: (.+?) -->")
 
 def families_served() -> list[tuple[str, str]]:
     """The families in the table of architectures, as names of models write them, each with its `model_type`."""
-    rows = re.findall(r"^\| (?!famil|model)([^|`]+) \| `(\w+)` \|", TABLE.read_text(), re.M)
+    cells = re.findall(r"(?:^\| |(?<=`\)), )([^|`]+) \(`(\w+)`\)", TABLE.read_text(), re.M)
     return [
         (name.strip().lower().replace(" ", "-"), model_type)
-        for cell, model_type in rows
+        for cell, model_type in cells
         for name in re.sub(r"\[.*?\]|\(.*?\)", "", cell).split(",")
     ]
 

@@ -78,12 +78,6 @@ async def test_what_keeps_a_worker_out_of_routing_survives(tmp_path: Path) -> No
     ]
 
 
-def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
-    (tmp_path / state_file.FILE_NAME).write_text(json.dumps({"version": 1, "workers": [WORKER]}))
-    pool = loaded(tmp_path)
-    assert [worker.url for worker in pool.candidates] == ["http://b"]
-
-
 @pytest.fixture
 async def wrote(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set after each write that succeeds."""
@@ -131,7 +125,11 @@ async def test_a_failed_write_is_told_and_tried_again(
     assert names_in(tmp_path) == [state_file.FILE_NAME]
 
 
-WORKER = {"url": "http://b", "completions_url": None, "worker_type": "regular", "labels": {}, "waits": False}
+WORKER = {"url": "http://b", "completions_url": None, "worker_type": "regular", "labels": {}, "waits": False} | {
+    "disabled": None,
+    "is_dead": False,
+    "missed": None,
+}
 
 
 @pytest.mark.parametrize(
@@ -141,9 +139,9 @@ WORKER = {"url": "http://b", "completions_url": None, "worker_type": "regular", 
         b"\xff",
         b"[" * 100_000,
         b"[]",
-        json.dumps({"version": 3, "workers": []}).encode(),
+        json.dumps({"version": 1, "workers": []}).encode(),
         *(
-            json.dumps({"version": 1, "workers": workers}).encode()
+            json.dumps({"version": 2, "workers": workers}).encode()
             for workers in (None, [5], [{}], [WORKER | {"url": 5}], [WORKER | {"url": "x"}], [WORKER | {"more": 1}])
         ),
     ],

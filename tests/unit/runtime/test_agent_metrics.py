@@ -9,7 +9,7 @@ from one_turn import turn
 from prometheus_client import CollectorRegistry
 
 from skyrl.base.types.agents import EndReason, ForkReason
-from skyrl.chat.agents.metrics import AgentMetrics
+from skyrl.chat.agents.live_sessions import AgentMetrics
 
 
 def counted(registry: CollectorRegistry) -> dict[str, float]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from skyrl.api.metrics import HttpMetrics
+from skyrl.api.table import HttpMetrics
 from skyrl.cli.launcher.metrics import LauncherMetrics
 from skyrl.engine.metrics import EngineMetrics
 from skyrl.inference.metrics import shown

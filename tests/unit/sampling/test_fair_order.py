@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from skyrl.sampling.gate import FairOrder, Place
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.metrics import Used
-from skyrl.sampling.order import FairOrder, Place
 from tests import sample_jobs
 
 JOB = replace(sample_jobs.JOB, prompt=[1], max_tokens=9)

@@ -7,7 +7,7 @@ import pytest
 
 from skyrl.http.answers import Answer
 from skyrl.router.messages import BUSY, INTERRUPTED, NO_WORKER, refusal
-from skyrl.sampling.verdict import Verdict, verdict_of
+from skyrl.sampling.servers import Verdict, verdict_of
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from skyrl.sampling.verdict import Verdict, verdict_of
     ],
 )
 def test_a_refusal_of_the_router_has_its_verdict(status: int, code: str, verdict: Verdict) -> None:
-    _, body = refusal(status, code, "why")
+    body = refusal(status, code, "why").body
     assert verdict_of(Answer(status, body), has_adapter=True) is verdict
 
 

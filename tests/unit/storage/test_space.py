@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from skyrl.base.types.requests import Command
 from skyrl.base.wire.errors import ErrorCategory
-from skyrl.engine.settlement import failed
+from skyrl.engine.command_log import failed
 from skyrl.runtime.processes import host_resources
 from skyrl.runtime.processes.host_resources import SPARE_DISK_BYTES, is_full_disk, shortage, watch_disk
 from skyrl.storage.checkpoint_store.base import StoreError

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.lora.adapter import Adapter, LoraPair, Target
-from skyrl.trainer.lora.products import AdapterStack, RowsUpdate, StackedUpdate, Update, linear_with_updates
-from skyrl.trainer.passes.pass_run import MOST_PADDING, groups_of
+from skyrl.trainer.lora.linear import AdapterStack, RowsUpdate, StackedUpdate, Update, linear_with_updates
+from skyrl.trainer.ranks.lora_rank import MOST_PADDING, groups_of
 
 CPU = torch.device("cpu")
 WIDTHS = (48, 96, 32, 48)

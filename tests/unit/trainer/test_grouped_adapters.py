@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch_lora_support import VOCAB, grpo, make_backend, ok, rl, saved, sft, spec, train
 
-from skyrl.trainer.lora import products
+from skyrl.trainer.lora import linear
 from skyrl.trainer.model import logprobs as logprobs_module
-from skyrl.trainer.passes import micro_batch
 from skyrl.trainer.protocol import AdamParams, PassResult, TrainingPass
+from skyrl.trainer.ranks import lora_rank
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.local_ranks import rank_of
 
@@ -30,14 +30,14 @@ HIGH_RANKS: dict[str, Any] = {"policy.model.lora.max_lora_rank": 64}
 def grouped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """CUDA's branch. The list gets the number of adapters of each product that was grouped."""
     found: list[int] = []
-    grouped_mm = products.grouped_mm
+    grouped_mm = linear.grouped_mm
 
     def noted(x: torch.Tensor, y: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
         found.append(len(offs))
         return grouped_mm(x, y, offs=offs)
 
-    monkeypatch.setattr(micro_batch, "groups_adapters", lambda device: True)
-    monkeypatch.setattr(products, "grouped_mm", noted)
+    monkeypatch.setattr(lora_rank, "groups_adapters", lambda device: True)
+    monkeypatch.setattr(linear, "grouped_mm", noted)
     return found
 
 

@@ -16,10 +16,10 @@ from torch_lora_support import assert_same, grpo, make_backend, ok, saved, sft, 
 from skyrl.trainer import checks
 from skyrl.trainer.adamw import NonFiniteGradient
 from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue
-from skyrl.trainer.passes import micro_batch as passes_module
 from skyrl.trainer.passes import pass_run as running_module
 from skyrl.trainer.passes.pass_run import MicroBatchItem
 from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
+from skyrl.trainer.ranks import lora_rank as passes_module
 from skyrl.trainer.ranks import rank as rank_module
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.rows import prefixes

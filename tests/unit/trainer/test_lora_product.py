@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch_lora_support import make_backend, ok, sft, spec, train
 
-from skyrl.trainer.lora.products import RowsUpdate, linear_with_updates
+from skyrl.trainer.lora.linear import RowsUpdate, linear_with_updates
 from skyrl.trainer.ranks import lora_backend as backend_module
 from tests.local_ranks import rank_of
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue, Tally
-from skyrl.trainer.passes.micro_batch_losses import Scores, losses_of
+from skyrl.trainer.passes.micro_batch import Scores, losses_of
 from skyrl.trainer.passes.pass_run import MicroBatchItem
 from skyrl.trainer.protocol import Datum
 

@@ -19,8 +19,8 @@ from torch_lora_support import ARCHITECTURES, VOCAB, grpo, make_backend, overflo
 
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.model import logprobs as logprobs_module
-from skyrl.trainer.passes import micro_batch as passes_module
 from skyrl.trainer.protocol import Datum, PassResult, TrainingPass
+from skyrl.trainer.ranks import lora_rank as passes_module
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.local_ranks import rank_of
 

@@ -12,12 +12,17 @@ from skyrl.trainer.losses import served_losses
 from skyrl.trainer.protocol import OutOfMemory, TrainingPass
 from skyrl.trainer.ranks import lora_backend
 from skyrl.trainer.ranks import plan as plan_module
-from skyrl.trainer.ranks.plan import Plan, cut_evenly, make_plan, plan_alone
+from skyrl.trainer.ranks.plan import Plan, RankShare, cut_evenly, make_plan, plan_alone
 from skyrl.trainer.rows.prefixes import prefix_tree
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 RANKS = st.integers(1, 5)
 BUDGET = 64
+
+
+def _of_rank(plan: Plan, rank: int) -> list[tuple[RankShare, ...]]:
+    """The micro-batches of a rank."""
+    return [batches[rank] for batches in plan.rounds()]
 
 
 def _plan(passes: list[TrainingPass], ranks: int, *, merge: bool = False) -> Plan:
@@ -35,8 +40,7 @@ def test_every_sequence_is_in_one_piece_and_micro_batches_keep_the_budget(
         assert all(piece.rows == sum(each[index] for index in piece.data) for piece in pieces)
         assert all(list(piece.data) == sorted(piece.data) for piece in pieces)
     for rank in range(ranks):
-        assert len(plan.of(rank)) == plan.count
-        for batch in plan.of(rank):
+        for batch in _of_rank(plan, rank):
             assert merge or len(batch) <= 1
             sequences = sum(len(piece.data) for piece in batch)
             assert sum(piece.rows for piece in batch) <= BUDGET or sequences == 1
@@ -48,7 +52,7 @@ def test_passes_are_completed_in_order_and_after_their_last_piece(lengths: list[
     completed = plan.completed()
     assert [number for numbers in completed for number in numbers] == list(range(len(lengths)))
     for index, numbers in enumerate(completed):
-        left = {piece.number for rank in range(ranks) for batch in plan.of(rank)[index + 1 :] for piece in batch}
+        left = {piece.number for rank in range(ranks) for batch in _of_rank(plan, rank)[index + 1 :] for piece in batch}
         assert not left & set(numbers)
 
 
@@ -99,11 +103,11 @@ def test_a_pass_is_cut_finer_than_the_budget_so_that_all_ranks_work() -> None:
 
 def test_small_passes_spread_over_the_ranks() -> None:
     plan = _plan([train(f"tenant-{number}", sft(number, 9)) for number in range(64)], 4)
-    counts = [sum(bool(batch) for batch in plan.of(rank)) for rank in range(4)]
+    counts = [sum(bool(batch) for batch in _of_rank(plan, rank)) for rank in range(4)]
     assert min(counts) >= 8
     merged = _plan([train("m", sft(number, 9)) for number in range(64)], 4, merge=True)
-    assert {sum(piece.rows for batch in merged.of(rank) for piece in batch) for rank in range(4)} == {16 * 9}
-    assert np.ptp([len(merged.of(rank)) for rank in range(4)]) == 0
+    assert {sum(piece.rows for batch in _of_rank(merged, rank) for piece in batch) for rank in range(4)} == {16 * 9}
+    assert np.ptp([len(_of_rank(merged, rank)) for rank in range(4)]) == 0
 
 
 def test_merged_passes_share_micro_batches_up_to_a_limit_below_the_budget() -> None:

@@ -42,7 +42,6 @@ from skyrl.trainer.model.row_budget import RowBudget, measure_row
 from skyrl.trainer.protocol import Backend, InvalidRequest, PassResult, TrainingPass
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.ranks.lora_rank import LoraRank
-from skyrl.trainer.ranks.sharded_model import reshard
 
 SPECS = {
     "all": spec(8, 1),
@@ -325,7 +324,7 @@ class UnequalRank(LoraRank):
 
     def _row_budget(self, targets: Sequence[Target]) -> RowBudget:
         measure_row(self.base, targets)
-        reshard(self.base.packed)
+        self.base.packed.reshard()
         return RowBudget(4096 >> self._rank, "a test")
 
 

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 from skyrl.base.pictures.vision import NoVision
 from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire import tinker_pb2 as pb
-from skyrl.engine.passes import PassPictures, run_passes
+from skyrl.engine.execution import PassPictures, run_passes
 from skyrl.trainer.experts.routing import own_experts
 from skyrl.trainer.losses import LOSSES
 from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, Mixture, PassResult, TrainingPass
 from skyrl.trainer.ranks.lora_backend import LoraBackend
-from skyrl.trainer.rows.prefixes import prefix_tree
-from skyrl.trainer.rows.routed_experts import check_routed_experts, experts_of, with_sorted_experts
+from skyrl.trainer.rows.prefixes import experts_of, prefix_tree
+from skyrl.trainer.rows.routed_experts import check_routed_experts, with_sorted_experts
 from tests.local_ranks import rank_of
 
 LENGTHS = (7, 31, 1, 18)

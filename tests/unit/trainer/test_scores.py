@@ -15,9 +15,8 @@ from torch_lora_support import rl, sft
 
 from benchmarks.operation_counts import Operations
 from skyrl.base.pictures.picture import PlacedPicture
-from skyrl.trainer.passes.micro_batch import JoinedPasses
-from skyrl.trainer.passes.micro_batch_losses import PartScore, Scores, losses_of
-from skyrl.trainer.passes.pass_run import MicroBatchItem
+from skyrl.trainer.passes.micro_batch import Scores, losses_of
+from skyrl.trainer.passes.pass_run import JoinedPasses, MicroBatchItem, PartScore
 from skyrl.trainer.protocol import Datum
 
 

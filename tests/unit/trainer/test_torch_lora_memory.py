@@ -42,9 +42,9 @@ def _adapter(steps: int, gradient: float = 0.5) -> Adapter:
     """An adapter after `steps` optimizer steps, with a pending gradient."""
     adapter = Adapter(LoraSpec(3, 32.0, 0), [Target("q_proj", 6, 4), Target("lm_head", 6, 11)], CPU)
     for _ in range(steps):
-        adapter.accumulate(torch.linspace(-1, 2, adapter.weights.numel()))
+        adapter.gradient = torch.linspace(-1, 2, adapter.weights.numel())
         adamw_step(adapter, AdamParams(0.02))
-    adapter.accumulate(torch.full_like(adapter.weights, gradient))
+    adapter.gradient = torch.full_like(adapter.weights, gradient)
     return adapter
 
 

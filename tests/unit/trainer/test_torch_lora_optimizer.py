@@ -35,7 +35,7 @@ def test_steps_equal_torch_although_hyper_parameters_change_every_step(clip: flo
         group |= {"lr": params.learning_rate, "betas": (params.beta1, params.beta2)}
         group |= {"eps": params.eps, "weight_decay": decay}
         optimizer.step()
-        adapter.accumulate(gradient)
+        adapter.gradient = gradient
         metrics = adamw_step(adapter, params)
         assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-6)
         for parameter, view in zip(parameters, adapter.views(adapter.weights).values(), strict=True):
@@ -50,14 +50,14 @@ def test_the_default_parameters_are_those_of_tinker() -> None:
 def test_a_non_finite_gradient_is_cleared_and_changes_no_weights(bad: float) -> None:
     adapter, reference = _adapter(), _adapter()
     for each in (adapter, reference):
-        each.accumulate(torch.ones_like(each.weights))
+        each.gradient = torch.ones_like(each.weights)
         adamw_step(each, AdamParams())
-    adapter.accumulate(torch.full_like(adapter.weights, bad))
+    adapter.gradient = torch.full_like(adapter.weights, bad)
     with pytest.raises(NonFiniteGradient, match=str(bad)):
         adamw_step(adapter, AdamParams())
     assert adamw_step(adapter, AdamParams()) == {}
     for each in (adapter, reference):
-        each.accumulate(torch.ones_like(each.weights))
+        each.gradient = torch.ones_like(each.weights)
         assert adamw_step(each, AdamParams())["optimizer_step"] == 2
     assert torch.equal(adapter.weights, reference.weights)
 

@@ -36,7 +36,7 @@ from skyrl.chat.agents.rendering.masks import (
 )
 from skyrl.chat.agents.rendering.renderer import CannotRender, Renderer, Setting
 from skyrl.chat.agents.tree import functions_of, text_of
-from skyrl.chat.openai import chat_templates
+from skyrl.chat.openai.messages import for_template, without_the_role
 
 MAX_CHECKED = 1000
 MAX_KEPT = 8
@@ -334,8 +334,8 @@ class ContinuationTokenizer:
         return masked(self._placed(step.whole), [*step.said, True, *[False] * given], thinking=thinking)
 
     def _placed(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        placed = chat_templates.for_template(messages)
-        return placed if self.renderer.has_system_role else chat_templates.without_the_role(placed)
+        placed = for_template(messages)
+        return placed if self.renderer.has_system_role else without_the_role(placed)
 
     def _numbers(self, step: Step) -> dict[int, int]:
         """The number in a request of each answer, by its number in what the renderer gets."""

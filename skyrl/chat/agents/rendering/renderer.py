@@ -23,8 +23,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from skyrl.chat.agents.tree import text_of
-from skyrl.chat.openai.chat_templates import with_taken_effort
 from skyrl.chat.openai.fields import tools_without_echoes, without_echoes
+from skyrl.chat.openai.messages import with_taken_effort
 
 
 class CannotRender(Exception):

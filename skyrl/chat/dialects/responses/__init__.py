@@ -64,8 +64,8 @@ def to_chat(body: bytes, previous: Sequence[dict[str, Any]] | None, new_id: str)
         left_out.append("include: answers of this dialect have no logprobs")
     if given.truncation == "auto":
         left_out.append("truncation: a conversation that does not fit the context is refused, not cut")
-    speaker = ResponsesEncoder(new_id, given.model or "", decode_json(Echo, body).fields(), tools)
-    return TranslatedRequest(chat, speaker, tuple(left_out))
+    encoder = ResponsesEncoder(new_id, given.model or "", decode_json(Echo, body).fields(), tools)
+    return TranslatedRequest(chat, encoder, tuple(left_out))
 
 
 def _check_supported(given: ResponsesRequest) -> None:

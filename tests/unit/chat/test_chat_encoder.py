@@ -23,16 +23,16 @@ def texts(stream: bytes) -> list[str]:
 
 
 def test_an_answer_is_unchanged_and_chunks_are_framed() -> None:
-    speaker = ChatEncoder()
-    assert speaker.whole(ANSWER.whole()) == ANSWER.whole()
-    stream = b"".join(speaker.events(chunk) for chunk in ANSWER.chunks()) + speaker.end()
+    encoder = ChatEncoder()
+    assert encoder.whole(ANSWER.whole()) == ANSWER.whole()
+    stream = b"".join(encoder.events(chunk) for chunk in ANSWER.chunks()) + encoder.end()
     assert texts(stream) == ["", "o", "k", ""]
     assert stream.endswith(b"data: [DONE]\n\n")
 
 
 def test_a_stream_that_fails_ends_with_openais_error() -> None:
-    speaker = ChatEncoder()
-    failed = speaker.failed(OpenAIError("away", status=503, code="inference_failed"))
+    encoder = ChatEncoder()
+    failed = encoder.failed(OpenAIError("away", status=503, code="inference_failed"))
     with pytest.raises(APIError, match="away") as error:
-        texts(speaker.events(ANSWER.chunks()[1]) + failed)
+        texts(encoder.events(ANSWER.chunks()[1]) + failed)
     assert error.value.code == "inference_failed"

@@ -1,6 +1,7 @@
-"""The heads of requests and answers on their way through the router: `RequestHead` is what goes on from the head of a
-request to a worker, and `passed_on` what goes on from the head of its answer to the client. Knows bytes; does not know
-workers, policies or ASGI."""
+"""Requests that travel on to another server.
+
+`RequestHead` is what goes on of a request's head, `passed_on` of an answer's head, and `pass_back` passes an answer to
+the client as it comes. Knows no route and no policy."""
 
 from __future__ import annotations
 
@@ -8,14 +9,18 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from skyrl.http.client import AnswerStream
 from skyrl.http.connection import HeaderList
+from skyrl.http.messages import Send
 
 _OWN_HEADERS = frozenset(
     (b"host", b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
-    + (b"content-length", b"expect")
+    + (b"content-length", b"expect", b"proxy-authorization")
 )
-"""Headers of a connection, not of a request: the router writes those of its own connections."""
-_HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
+"""Headers of a connection, not of a request: who passes it on writes those of its own connections."""
+_HOP_BY_HOP = frozenset(
+    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-connection", b"transfer-encoding", b"upgrade")
+)
 _HOP_BY_HOP_AND_LENGTH = _HOP_BY_HOP | {b"content-length"}
 _SMG_KEY, _SESSION_KEY, _LENGTH = b"x-smg-routing-key", b"x-session-id", b"content-length"
 _PLAIN = (b"keep-alive", b"close")
@@ -27,7 +32,7 @@ _NOT_IN_TARGET = re.compile(rb"[\0-\x20\x7f]")
 
 
 class BadHead(ValueError):
-    """A middleware gave a request a header or a target that would end its line, and begin another."""
+    """A header or a target that would end its line, and begin another."""
 
 
 def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -44,7 +49,7 @@ def check_target(method: str, target: bytes) -> None:
 
 
 def passed_on(status: int, headers: HeaderList) -> HeaderList:
-    """The headers of a worker's answer that go on to the client."""
+    """The headers of an answer that go on to the client."""
     without = _HOP_BY_HOP_AND_LENGTH if status in (204, 304) else _HOP_BY_HOP
     for name, value in headers:
         if name == b"connection" and value.lower() not in _PLAIN:
@@ -53,8 +58,8 @@ def passed_on(status: int, headers: HeaderList) -> HeaderList:
 
 
 class RequestHead(NamedTuple):
-    """What the router needs of a request's headers. `lines`: those that go on, as bytes. `length`: of the body; -1 if
-    it is not known. `key`: what keeps requests on one worker."""
+    """What is needed of a request's headers. `lines`: those that go on, as bytes. `length`: of the body; -1 if it is
+    not known. `key`: what keeps requests on one worker."""
 
     lines: bytes
     length: int
@@ -90,3 +95,13 @@ class RequestHead(NamedTuple):
 def _tokens(connection: bytes) -> frozenset[bytes]:
     """The names of headers in the value of a Connection header."""
     return frozenset(token.strip() for token in connection.lower().split(b","))
+
+
+async def pass_back(answer: AnswerStream, headers: HeaderList, send: Send, begun: bytes = b"") -> None:
+    """Pass an answer to the client as it comes. `begun`: what was read of its body. Raises Interrupted."""
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    more = True
+    while more:
+        piece = begun or await answer.read()
+        begun, more = b"", not answer.connection.at_end
+        await send({"type": "http.response.body", "body": piece, "more_body": more})
