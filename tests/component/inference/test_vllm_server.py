@@ -259,7 +259,7 @@ def processes_of_group(group: int) -> dict[int, str]:
 async def test_a_first_look_at_a_models_class_starts_no_process(served: RunningServer) -> None:
     looked = served.config.state_dir / "vllm" / "modelinfos"
     assert [*looked.iterdir()], "vLLM keeps elsewhere what it has found"
-    server = psutil.Process(served.handle._process.pid)
+    server = psutil.Process(served.handle.pid)
     assert server.cpu_times().children_user < 1, "vLLM has imported everything a second time"
 
 
@@ -620,7 +620,7 @@ async def test_vllm_sleeps_and_wakes(served: RunningServer) -> None:
 
 def process_of(served: RunningServer) -> int:
     """The process id of the running server, which is also its process group."""
-    pid = served.handle._process.pid
+    pid = served.handle.pid
     assert pid is not None
     return pid
 
