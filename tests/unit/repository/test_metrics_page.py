@@ -33,7 +33,7 @@ OF_THE_LIBRARY = re.compile("(process|python)_")
 def families() -> Iterator[Metric]:
     """Every family of every kind of process. Each has a series, so that its labels show."""
     api, engine, launcher = ApiMetrics.new(), EngineMetrics.new(), LauncherMetrics.new()
-    api.http.other.answered(200, 0.1)
+    api.http.route("GET", "/").answered(200, 0.1)
     api.models[0].samples.watch_events(dict)
     build = {"version": "1", "backend": "b", "base_model": "m"}
     ReadinessMetrics(api.registry, build, lambda: {"training": True}, lambda: 1.0)
