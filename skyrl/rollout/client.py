@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,7 +103,9 @@ class RolloutClient:
             try:
                 allowed = self.config.rollout_continue_partial if continue_partial is None else continue_partial
                 allowed = allowed and request.text is None
-                return await self._in_time(request, aborting, allowed, begun if request.text is None else "")
+                begun = begun if request.text is None else ""
+                async with self._in_time(f"no sample within {self.config.rollout_deadline_s:g} s") as failures:
+                    return await self._parts(request, failures, aborting, allowed, begun)
             finally:
                 self.counters.running -= 1
                 self._places.give_back()
@@ -161,27 +164,20 @@ class RolloutClient:
 
     async def retrieve(self, text: str) -> RetrievedText:
         """The tokens of `text` from the radix cache of the router, or from its tokenizer where the cache has none."""
-        url, failures = f"{self.config.router_url}/retrieve_from_text", list[str]()
+        url = f"{self.config.router_url}/retrieve_from_text"
         body = {"text": text, "return_logp": True}
-        try:
-            async with asyncio.timeout(self.config.rollout_deadline_s):
-                got = await self._sender.post(url, body, {}, failures, asyncio.Event())
-        except TimeoutError:
-            raise RolloutTimeout(f"no tokens of a text; last failure: {failures[-1] if failures else 'none'}") from None
-        return _read_retrieved(got)
+        async with self._in_time("no tokens of a text") as failures:
+            return _read_retrieved(await self._sender.post(url, body, {}, failures, asyncio.Event()))
 
-    async def _in_time(
-        self, request: RolloutRequest, aborting: asyncio.Event, may_continue: bool, begun: str
-    ) -> RolloutAnswer:
+    @asynccontextmanager
+    async def _in_time(self, failed: str) -> AsyncIterator[list[str]]:
+        """The failures of a body that has until the deadline; the last one is in the error."""
         failures: list[str] = []
         try:
             async with asyncio.timeout(self.config.rollout_deadline_s):
-                return await self._parts(request, failures, aborting, may_continue, begun)
+                yield failures
         except TimeoutError:
-            last = failures[-1] if failures else "none"
-            raise RolloutTimeout(
-                f"no sample within {self.config.rollout_deadline_s:g} s; last failure: {last}"
-            ) from None
+            raise RolloutTimeout(f"{failed}; last failure: {failures[-1] if failures else 'none'}") from None
 
     async def _parts(
         self, request: RolloutRequest, failures: list[str], aborting: asyncio.Event, may_continue: bool, begun: str
