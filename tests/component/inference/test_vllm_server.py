@@ -314,9 +314,7 @@ async def test_the_router_loads_an_adapter_on_all_workers_though_one_had_it(
     broadcasts = Broadcasts(pool, fetch)
 
     async def status(path: str, **fields: str) -> int:
-        async def body() -> bytes:
-            return json.dumps({"lora_name": "spread", **fields}).encode()
-
+        body = json.dumps({"lora_name": "spread", **fields}).encode()
         reply = await broadcasts.answer("POST", path, b"", headers, body)
         assert reply is not None
         return reply.status
