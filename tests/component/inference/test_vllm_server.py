@@ -55,8 +55,6 @@ from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.checkpoint_store.directories import link_files
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.checkpoint_store.versions import version_key
-from skyrl.weights.protocol import AdapterFiles
-from tests.weight_media import World, check
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -284,20 +282,6 @@ async def test_an_adapter_can_be_loaded_twice_and_unloaded_twice(served: Running
     assert await served.group.retire([version]) == {version}
     assert await served.group.retire([version]) == {version}
     assert version.name not in await models(served)
-
-
-async def test_adapter_files_keep_the_promises_of_a_medium(served: RunningServer, tmp_path: Path) -> None:
-    versions = [AdapterVersion(f"medium@{number}") for number in (1, 2, 3)]
-    for version in versions:
-        served.host.directories[version] = adapter(tmp_path / version.name, 8)
-
-    async def loaded() -> list[list[AdapterVersion]]:
-        names = await models(served)
-        return [[version for version in versions if version.name in names]]
-
-    medium = AdapterFiles(served.group.publish_adapter)
-    await check(World(medium, versions, lambda version: [version], lambda _: [AdapterVersion("other@1")], loaded))
-    assert await served.group.retire(versions) == set(versions)
 
 
 async def test_the_router_loads_an_adapter_on_all_workers_though_one_had_it(
