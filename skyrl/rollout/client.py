@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +34,9 @@ from skyrl.rollout.messages import (
 from skyrl.rollout.sending import CONNECT_S, MOST_BYTES, Counters, Sender, error_of, parsed
 
 ROUTING_KEY = "X-SMG-Routing-Key"
+ABORT_POLL_S = 0.2
+ABORT_ANSWER_S = 10.0
+_NO_ANSWER = (connection.NotAccepted, connection.Interrupted)
 SEED_STEP = 0x9E3779B1
 SEEDS = 2**63
 
@@ -143,12 +146,53 @@ class RolloutClient:
             self._aborting.set()
             self._places.turn_away()
             try:
-                await abort_until_idle(
-                    self._ask, self.config.router_url, self.config.rollout_abort_timeout_s, lambda: self._calls
-                )
+                await self._abort_until_idle()
             finally:
                 self._aborting = asyncio.Event()  # calls that are older keep the event that is set
                 self._not_aborting.set()
+
+    async def _abort_until_idle(self) -> None:
+        """Left out: workers that the router lists as unhealthy and that cannot be reached. A router that cannot be
+        reached is asked again. Raises RolloutTimeout, with what each worker has left, RequestRefused (the router's) and
+        BadAnswer."""
+        left: dict[str, str] = {}
+        try:
+            async with asyncio.timeout(self.config.rollout_abort_timeout_s):
+                while True:
+                    try:
+                        workers = await self._workers()
+                    except _NO_ANSWER as error:
+                        left = {self.config.router_url: f"{type(error).__name__} {error}".strip()}
+                        await asyncio.sleep(ABORT_POLL_S)
+                        continue
+                    states = await asyncio.gather(*(self._abort(*worker) for worker in workers))
+                    left = {url: state for (url, _), state in zip(workers, states, strict=True) if state is not None}
+                    if not left and not self._calls:
+                        return
+                    await asyncio.sleep(ABORT_POLL_S)  # requests may reach a worker after its abort, so abort again
+        except TimeoutError:
+            waiting = ", ".join(f"{url}: {state}" for url, state in left.items()) or "no worker"
+            raise RolloutTimeout(
+                f"not idle {self.config.rollout_abort_timeout_s:g} s after the abort: {waiting}; requests of this "
+                f"client: {self._calls}"
+            ) from None
+
+    async def _workers(self) -> list[tuple[str, bool]]:
+        """The URL of each worker, and whether the router holds it for healthy."""
+        try:
+            listed = (await self._ask("GET", f"{self.config.router_url}/workers")).get("workers")
+            return [(str(one["url"]).rstrip("/"), bool(one.get("is_healthy", True))) for one in listed]
+        except (TypeError, KeyError, AttributeError) as error:
+            raise BadAnswer("GET /workers: the answer lists no workers") from error
+
+    async def _abort(self, url: str, healthy: bool) -> str | None:
+        """What the worker has left, in words; None if nothing."""
+        try:
+            await self._ask("POST", f"{url}/abort_request", {"abort_all": True})
+            count = requests_in(await self._ask("GET", f"{url}/v1/loads?include=core"))
+        except (*_NO_ANSWER, RequestRefused) as error:
+            return f"{type(error).__name__} {error}".strip() if healthy else None
+        return f"{count} requests" if count else None
 
     async def _ask(self, method: str, url: str, body: Any = None) -> Any:
         """The JSON of the answer to a GET. Raises RequestRefused, BadAnswer, NotAccepted and Interrupted of the HTTP
@@ -236,57 +280,6 @@ def _read_retrieved(body: object) -> RetrievedText:
     if any(type(value) not in (int, float) for value in logprobs):
         raise BadAnswer("/retrieve_from_text: rollout_logp has a value that is no number")
     return RetrievedText(tokens, mask, [float(value) for value in logprobs])
-
-
-ABORT_POLL_S = 0.2
-ABORT_ANSWER_S = 10.0
-Ask = Callable[..., Awaitable[Any]]
-_NO_ANSWER = (connection.NotAccepted, connection.Interrupted)
-
-
-async def abort_until_idle(ask: Ask, router_url: str, timeout_s: float, pending: Callable[[], int]) -> None:
-    """Return when no worker has a request and `pending()` is 0. Left out: workers that the router lists as unhealthy
-    and that cannot be reached. A router that cannot be reached is asked again. Raises RolloutTimeout, with what each
-    worker has left, RequestRefused (the router's) and BadAnswer."""
-    left: dict[str, str] = {}
-    try:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                try:
-                    workers = await _workers(ask, router_url)
-                except _NO_ANSWER as error:
-                    left = {router_url: f"{type(error).__name__} {error}".strip()}
-                    await asyncio.sleep(ABORT_POLL_S)
-                    continue
-                states = await asyncio.gather(*(_abort(ask, url, healthy) for url, healthy in workers))
-                left = {url: state for (url, _), state in zip(workers, states, strict=True) if state is not None}
-                if not left and not pending():
-                    return
-                await asyncio.sleep(ABORT_POLL_S)  # requests may reach a worker after its abort, so abort again
-    except TimeoutError:
-        waiting = ", ".join(f"{url}: {state}" for url, state in left.items()) or "no worker"
-        raise RolloutTimeout(
-            f"not idle {timeout_s:g} s after the abort: {waiting}; requests of this client: {pending()}"
-        ) from None
-
-
-async def _workers(ask: Ask, router_url: str) -> list[tuple[str, bool]]:
-    """The URL of each worker, and whether the router holds it for healthy."""
-    try:
-        listed = (await ask("GET", f"{router_url}/workers")).get("workers")
-        return [(str(one["url"]).rstrip("/"), bool(one.get("is_healthy", True))) for one in listed]
-    except (TypeError, KeyError, AttributeError) as error:
-        raise BadAnswer("GET /workers: the answer lists no workers") from error
-
-
-async def _abort(ask: Ask, url: str, healthy: bool) -> str | None:
-    """What the worker has left, in words; None if nothing."""
-    try:
-        await ask("POST", f"{url}/abort_request", {"abort_all": True})
-        count = requests_in(await ask("GET", f"{url}/v1/loads?include=core"))
-    except (*_NO_ANSWER, RequestRefused) as error:
-        return f"{type(error).__name__} {error}".strip() if healthy else None
-    return f"{count} requests" if count else None
 
 
 def requests_in(body: Any) -> int:
