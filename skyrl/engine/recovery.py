@@ -27,8 +27,8 @@ from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineSignals, EngineThreads
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
-from skyrl.storage.db import commands as rows
 from skyrl.storage.db import models as model_rows
+from skyrl.storage.db import models as rows
 from skyrl.storage.db.database import Connection, Database, Displaced
 from skyrl.storage.db.faults import is_transient
 from skyrl.storage.db.models import ModelRecord

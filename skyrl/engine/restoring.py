@@ -32,7 +32,7 @@ from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.telemetry import CommandTracing
 from skyrl.engine.threads import EngineSignals, EngineThreads
 from skyrl.storage.checkpoint_store.base import CheckpointStore
-from skyrl.storage.db import commands as rows
+from skyrl.storage.db import models as rows
 from skyrl.storage.db.checkpoints import find_checkpoint
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import ModelRecord

@@ -106,7 +106,7 @@ def _with_roles(parts: Sequence[ServerConfig]) -> tuple[ServerConfig, ...]:
 
 @dataclass(frozen=True)
 class ByName:
-    """The base models of a server by the names that clients use. `of` finds one in constant time."""
+    """The base models of a server, and their numbers by the names that clients use."""
 
     parts: tuple[ServerConfig, ...]
     numbers: dict[str, int]
@@ -120,9 +120,6 @@ class ByName:
                 for name in of_part:
                     numbers.setdefault(name, number)
         return cls(parts, numbers)
-
-    def number(self, name: str) -> int | None:
-        return self.numbers.get(name)
 
     def own(self, name: str) -> Scope:
         """The rows of the base model that has this name; all rows if none has."""
