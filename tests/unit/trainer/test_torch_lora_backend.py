@@ -100,7 +100,7 @@ def test_policy_gradient_moves_probability_towards_advantage() -> None:
     advantages = np.where(np.arange(30) % 2, 1, -1).astype(np.float32)
     datum = sft(0, 30)[0]
     inputs = {"target_tokens": datum.loss_inputs["target_tokens"], "advantages": advantages}
-    for loss_fn in ("importance_sampling", "ppo", "cispo", "dro", "gspo"):
+    for loss_fn in (name for name, loss in LOSSES.items() if "advantages" in loss.required):
         extra = {"logprobs": before.logprobs[0]}
         if loss_fn == "gspo":
             extra["sequence_ratio_mask"] = np.ones(30, np.float32)
