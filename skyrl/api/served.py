@@ -364,15 +364,9 @@ class Tokenizers:
         self._sessions = sessions
         self._shared: dict[tuple[int, int], Shared | None] = {}
 
-    async def note_sampled(self, session_id: str, model: ServedModel) -> str | None:
-        """The sentence for a session that begins to sample from `model`, if there is something to say."""
-        return await self._note(session_id, model, trains=False)
-
-    async def note_trained(self, session_id: str, model: ServedModel) -> str | None:
-        """The same for a session that begins to train `model`."""
-        return await self._note(session_id, model, trains=True)
-
-    async def _note(self, session_id: str, model: ServedModel, *, trains: bool) -> str | None:
+    async def note(self, session_id: str, model: ServedModel, *, trains: bool) -> str | None:
+        """The sentence for a session that begins to sample from `model`, or to train it, if there is something to
+        say."""
         if len(self._served) == 1:
             return None
         trained, sampled = await self._sessions.base_models(session_id)

@@ -160,7 +160,6 @@ class Recovery:
         return sorted(wanted, key=lambda model: model.id not in asked)
 
     def _lives(self, model_id: str, heard_at: float | None) -> bool:
-        """Whether the model's client lives, which was last heard at that time."""
         if heard_at is None:
             return False
         return heard_at >= self._began_at - GONE_S or heard_at != self._heard_at.get(model_id)
@@ -273,5 +272,4 @@ class Recovery:
 
 
 def _next_seq(connection: Connection, model: ModelRecord) -> int:
-    """The number of a model's next command."""
     return max(model.next_seq, rows.highest_settled_seq(connection, model.id) + 1)

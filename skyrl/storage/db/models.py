@@ -13,8 +13,8 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, bindparam, func,
 
 from skyrl.base.types.requests import ENGINE_KINDS, Command, ExecutedCommand, Kind
 from skyrl.base.types.weights import EVERYTHING, LoraSpec, Scope
-from skyrl.base.wire.errors import ErrorCategory
-from skyrl.storage.db.columns import lora_of, lora_values
+from skyrl.base.wire.errors import ErrorCategory, NotFound
+from skyrl.storage.db.columns import lora_of, lora_values, record_of
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import RECORD, futures
 from skyrl.storage.db.row_caches import SessionCache
@@ -230,20 +230,7 @@ class ModelRecord(Model):
 
 
 def _record(row: Any) -> ModelRecord:
-    return ModelRecord(
-        id=row.id,
-        session_id=row.session_id,
-        tenant=row.tenant,
-        base_model=row.base_model,
-        lora=lora_of(row),
-        user_metadata=row.user_metadata,
-        status=row.status,
-        sampler_version=row.sampler_version,
-        versions_taken=row.versions_taken,
-        next_seq=row.next_seq,
-        created_at=row.created_at,
-        last_request_at=row.last_request_at,
-    )
+    return record_of(ModelRecord, row, lora=lora_of(row))
 
 
 def model_values(model: Model, model_seq_id: int, status: str, sampler_version: int = 0) -> dict[str, Any]:
@@ -308,6 +295,12 @@ class Models:
             if model.is_living:  # `forget_session` would never remove a closed model
                 self._known.keep(model)
         return model if model.tenant == tenant else None
+
+    async def named(self, model_id: str, tenant: str) -> Model:
+        """As `find`. Raises NotFound."""
+        if (model := await self.find(model_id, tenant)) is None:
+            raise NotFound(f"no model {model_id!r}", field="model_id")
+        return model
 
     async def touch(self, model_id: str) -> None:
         """Store the time of the last request, at most once in TOUCH_S."""

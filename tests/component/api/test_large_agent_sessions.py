@@ -9,20 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_world import CHAT, MESSAGES, RESPONSES, TENANT, Agent, Server, agent_server, user
-from api_harness import Serve
+from agent_world import CHAT, MESSAGES, RESPONSES, TENANT, Agent, Server, user
 from chatting_upstream import SAMPLED
-from fake_upstream import FakeUpstream
 from growth import bytes_held, lines_run
 
 from skyrl.api.bodies import SAMPLE_BYTES
 from skyrl.chat.agents import live_sessions
-from skyrl.storage.db.database import Database
 
 TURNS, EARLY = 400, 20
 """The turns of a long session, and the number of one of its first."""
@@ -34,12 +29,6 @@ TOOLS, LARGE_BYTES = 300, 10_000_000
 SESSIONS, AT_ONCE, KEPT = 250, 64, 30
 SESSION_BYTES = 12_000
 """Of a session with one short turn, in memory, at most."""
-
-
-@pytest.fixture
-async def server(serve: Serve, database: Database, upstream: FakeUpstream, tmp_path: Path) -> AsyncIterator[Server]:
-    async with agent_server(serve, database, upstream, tmp_path / "model") as server:
-        yield server
 
 
 def tool(number: int) -> dict[str, Any]:
