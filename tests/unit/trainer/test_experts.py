@@ -60,7 +60,8 @@ def test_a_model_goes_on_with_its_own_layers_where_the_setting_has_changed(
 ) -> None:
     """Restored from a snapshot, and as a checkpoint in a model of the same flags."""
     before = saved(_trained(**saved_with), "m", tmp_path / "before")
-    states = []
+    states: list[dict[str, Tensor]] = []
+    backend: Any = None
     for number, options in enumerate((saved_with, later)):
         backend = make_backend("mixture", micro_batch_tokens=48, **options)
         backend.restore_model("m", spec(8, 5), tmp_path / "before")
@@ -236,7 +237,7 @@ def test_each_rank_holds_its_experts_and_what_adapters_have_of_them(divided: Mak
     of_expert, layers = 3 * 48 * 24, 2
     held = [(each["parameters"] - facts[0]["parameters"]) / of_expert for each in facts]
     np.testing.assert_allclose(held, [0, layers, layers], atol=0.2)  # 2, 3 and 3 of the 8 experts
-    numbers = [len(each.weights) for each in backend.group.call("export", "experts", False)]
+    numbers = [len(weights) for (weights, *_), _ in backend.group.call("export", "experts", False)]
     assert [8 * number / sum(numbers) for number in numbers] == [2, 3, 3]
 
 
