@@ -140,8 +140,8 @@ class Kind:
         **trainer: Any,
     ) -> Any:
         """One rank is in this process; several are processes of this machine. `faulty`: ranks with `Faults`."""
-        settings = {"micro_batch_tokens": 48, "rank_timeout_s": 60.0, **self.settings}
-        settings |= (self.over_ranks if ranks > 1 else {}) | trainer
+        of_several = self.over_ranks if ranks > 1 else {}
+        settings = {"micro_batch_tokens": 48, "rank_timeout_s": 60.0, **self.settings, **of_several, **trainer}
         divides = bool(settings.get("placement.expert_parallel"))
         if divides:
             settings["placement.policy_num_cpu_ranks"] = ranks

@@ -60,7 +60,8 @@ def test_a_model_goes_on_with_its_own_layers_where_the_setting_has_changed(
 ) -> None:
     """Restored from a snapshot, and as a checkpoint in a model of the same flags."""
     before = saved(_trained(**saved_with), "m", tmp_path / "before")
-    states = []
+    states: list[dict[str, Tensor]] = []
+    backend: Any = None
     for number, options in enumerate((saved_with, later)):
         backend = make_backend("mixture", micro_batch_tokens=48, **options)
         backend.restore_model("m", spec(8, 5), tmp_path / "before")

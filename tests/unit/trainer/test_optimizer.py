@@ -91,6 +91,7 @@ def test_a_step_that_finds_no_memory_changes_nothing_and_one_that_fails_later_is
     expected = _adapter(steps, 0.5)
     metrics = adamw_step(expected, STEPS[name])
     lacks = faults = 0
+    adapter, failing, found = expected, FailingOperation(0), metrics
     for point in itertools.count():
         adapter = _adapter(steps, 0.5)
         before, failing = _held(adapter), FailingOperation(point, RuntimeError)
