@@ -49,7 +49,7 @@ test-fast: setup
 test-slow: setup
 	SKYRL_TEST_SLOW=1 $(PYTEST) -m slow
 
-# The tests on a Ray cluster, which they start on this machine; `make test` runs a few of them
+# The tests on a Ray cluster, which they start on this machine; `make test` runs those that need none
 test-ray: setup
 	SKYRL_TEST_SLOW=1 $(PYTEST) tests/ray
 

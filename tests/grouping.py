@@ -1,10 +1,10 @@
 """Groups of tests, and the order in which groups start, when pytest-xdist runs tests in several processes.
 
 A group runs in one process, in the order of its files. Each module is a group, so that its fixtures are made once.
-Eight groups are larger: the tests on the servers of tests/fuzz/conftest.py, tests/plane/conftest.py,
-tests/faults/conftest.py and tests/e2e/tools/conftest.py, those on the cluster of tests/ray/conftest.py, two groups
-on servers of tests/e2e/conftest.py, and the tests that import much of vLLM. One group of all servers would take longer
-than all other tests together take in the other processes.
+Some groups are larger: the tests on the servers of tests/fuzz/conftest.py, tests/plane/conftest.py,
+tests/faults/conftest.py, tests/e2e/conftest.py and tests/e2e/tools/conftest.py, those on the cluster of
+tests/ray/conftest.py, and the tests that import much of vLLM. One group of all servers would take longer than all other
+tests together take in the other processes.
 
 This module knows only the paths of tests. (pytest-xdist's own groups, `--dist loadgroup`, need marks and write into
 node ids, and pytest 9.2 does not allow that.)
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.slow import RUNS_SLOW_TESTS
+
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
@@ -24,7 +26,8 @@ SHARED_SERVER = "tests/e2e"
 """The group of the end-to-end tests that share a server. A new module of the folder belongs to it by default."""
 
 PROGRAMS = "tests/e2e/sdk"
-"""The group of the end-to-end tests of other programs, the released SDKs and the cookbook, on a second server."""
+"""The group of the end-to-end tests of other programs, the released SDKs and the cookbook, on a second server. `make
+test` runs few of them, on the shared one."""
 PROGRAM_FOLDERS = (PROGRAMS, "tests/e2e/cookbook")
 
 OWN_SERVERS = frozenset(
@@ -37,18 +40,16 @@ OWN_SERVERS = frozenset(
         "tests/e2e/test_full_finetuning.py",
         "tests/e2e/test_keys.py",
         "tests/e2e/test_large_bodies.py",
-        "tests/e2e/test_lifecycle.py",
         "tests/e2e/test_mixtures.py",
         "tests/e2e/test_postgres.py",
         "tests/e2e/test_replicas.py",
         "tests/e2e/test_two_apis.py",
-        "tests/e2e/test_two_trainers.py",
     }
 )
 """Modules of `SHARED_SERVER` that do not use the shared server: each is a group."""
 
 TOOLS = "tests/e2e/tools"
-"""The tests on a server whose model calls tools."""
+"""The tests on a server whose model calls tools, and whose sessions expire soon."""
 FUZZ = "tests/fuzz"
 PLANE = "tests/plane"
 RAY = "tests/ray"
@@ -84,7 +85,7 @@ the same time. Groups that are not listed start last."""
 def group_of(nodeid: str) -> str:
     """The group of a test."""
     path = nodeid.partition("::")[0]
-    if path.startswith(tuple(f"{folder}/" for folder in PROGRAM_FOLDERS)):
+    if RUNS_SLOW_TESTS and path.startswith(tuple(f"{folder}/" for folder in PROGRAM_FOLDERS)):
         return PROGRAMS
     for folder in (TOOLS, SHARED_SERVER, FUZZ, PLANE, RAY, VLLM_CODE):
         if path.startswith(f"{folder}/") and path not in OWN_SERVERS:

@@ -28,6 +28,16 @@ ON_POSTGRES = pytest.mark.parametrize("database_kind", ["postgres"], indirect=Tr
 ON_BOTH = pytest.mark.parametrize("database_kind", [pytest.param("sqlite", marks=ON_SQLITE), "postgres"], indirect=True)
 """Runs a test, or all tests of a module, on each database that skyrl knows."""
 
+ON_BOTH_SLOWLY = pytest.mark.parametrize(
+    "database_kind",
+    [
+        pytest.param("sqlite", marks=ON_SQLITE),
+        pytest.param("postgres", marks=() if KIND == "postgres" else pytest.mark.slow),
+    ],
+    indirect=True,
+)
+"""As `ON_BOTH`, but `make test` runs the test on SQLite alone, and `make test-slow` on PostgreSQL."""
+
 NOBODY = 65534
 """The user who runs PostgreSQL when root runs the tests: PostgreSQL refuses to run as root."""
 

@@ -12,7 +12,7 @@ import pytest
 from api_harness import BASE, Api, Serve
 from blocking import noted_waits
 from checkpoint_world import World, world_in
-from engine_harness import NEVER_S
+from engine_harness import NEVER_S, Harness, harness_in
 from fake_upstream import FakeUpstream, fake_upstream
 from two_models import ENTRIES, JUDGE, STUDENT, TEACHER, VOCABULARY, serving
 
@@ -39,6 +39,14 @@ def sweeps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only tests sweep. The engine's own sweep comes every ten seconds, so it would run in the middle of a slow test.
     The end-to-end tests of lifecycle have it."""
     monkeypatch.setattr(sweeping, "SWEEP_S", NEVER_S)
+
+
+@pytest.fixture
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
+    """An engine that takes snapshots only when a test, a load or a stop asks for them."""
+    async with harness_in(tmp_path / "state") as harness:
+        await harness.start()
+        yield harness
 
 
 @pytest.fixture

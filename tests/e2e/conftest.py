@@ -169,7 +169,7 @@ def in_vllm(server: DemoServer, name: str) -> int:
     return sum(int(float(number)) for number in re.findall(rf"^vllm:{name}\}} (\S+)$", text, re.M))
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + SLOW_START_S
     while not condition():
         assert time.monotonic() < deadline, "did not come true in time"

@@ -25,8 +25,6 @@ KEY = "tml-agents"
 TASK: list[Any] = [{"role": "user", "content": "Who watches the river?"}]
 CONTEXT = 4096
 """Of the tiny model, in tokens."""
-LONG = 1500
-"""Tokens of an answer that is still sampled when its client leaves, also on a busy machine: 40 take 0.1 s."""
 
 
 @dataclass
@@ -154,40 +152,6 @@ def test_datums_train_as_they_are(agent: Agent, connect: Any) -> None:
     np.testing.assert_allclose(ours, np.array(row["loss_fn_inputs"]["logprobs"]["data"])[mask], atol=0.05)
 
 
-def test_a_changed_message_forks_and_says_why(agent: Agent) -> None:
-    said = agent.say(TASK)
-    agent.say([*said, user("And at night?")])
-    agent.say([*said, user("Or at dawn?")])
-    agent.say([user("Nobody."), *said[1:], user("And at night?")])
-    forks = [(turn["fork"], turn["forked_at"]) for turn in agent.turns()]
-    assert forks == [(None, None), (None, None), ("branch", 2), ("user_changed", 0)]
-    rows = agent.get("/trajectory", format="samples")["rows"]
-    sampled = sum(len(turn["sampled_tokens"]) for turn in agent.turns())
-    assert len(rows) == 3
-    assert sum(sum(row["loss_mask"]) for row in rows) == sampled, "each sampled token is trained once"
-
-
-def test_a_repeated_request_gets_the_same_turn_if_the_client_says_so(agent: Agent) -> None:
-    first = agent.post(TASK, temperature=1.0)
-    again = agent.post(TASK, {"x-stainless-retry-count": "1"}, temperature=1.0)
-    assert again.json()["choices"][0]["message"]["content"] == first.json()["choices"][0]["message"]["content"]
-    assert len(agent.turns()) == 1
-    assert agent.post(TASK, temperature=1.0).status_code == 200
-    assert [turn["fork"] for turn in agent.turns()] == [None, "asked_again"]
-
-
-def test_a_stream_that_was_left_is_finished_and_given_to_the_client_that_asks_again(agent: Agent) -> None:
-    body = {"max_tokens": LONG, "ignore_eos": True, "temperature": 1.0}
-    stream = agent.openai.chat.completions.create(model="any", messages=TASK, stream=True, extra_body=body)
-    begun = next(iter(stream)).choices[0].delta.content or ""
-    stream.close()
-    whole = agent.post(TASK, **body).json()["choices"][0]["message"]["content"]
-    assert whole.startswith(begun)
-    (turn,) = agent.turns()
-    assert turn["answer"]["content"] == whole
-    assert len(turn["sampled_tokens"]) == LONG
-
-
 @pytest.mark.parametrize("route", ["chat/completions", "messages", "responses"])
 def test_the_end_of_a_session_stops_an_answer_that_its_client_has_left(
     tenant: httpx.Client, server: DemoServer, route: str
@@ -212,16 +176,6 @@ def test_the_end_of_a_session_stops_an_answer_that_its_client_has_left(
     assert agent.get()["end_reason"] == "called"
 
 
-def test_several_choices_are_several_turns(agent: Agent) -> None:
-    answer = agent.openai.chat.completions.create(model="any", messages=TASK, n=3, max_tokens=5, temperature=1.0)
-    turns = agent.turns()
-    assert [turn["answer"]["content"] for turn in turns] == [choice.message.content for choice in answer.choices]
-    chosen = [*TASK, {"role": "assistant", "content": answer.choices[1].message.content}, user("Why?")]
-    agent.say(chosen)
-    said = {turn["id"] for turn in turns if turn["answer"]["content"] == answer.choices[1].message.content}
-    assert agent.turns()[-1]["parent"] in said
-
-
 def test_a_cut_answer_is_continued_token_by_token(agent: Agent) -> None:
     first = agent.anthropic.messages.create(
         model="any", max_tokens=4, messages=TASK, extra_body={"stop_sequences": ["~~"]}
@@ -232,23 +186,6 @@ def test_a_cut_answer_is_continued_token_by_token(agent: Agent) -> None:
     if first.stop_reason == "max_tokens":
         assert turns[1]["parent"] == turns[0]["id"]
         assert turns[1]["added_tokens"] == []
-
-
-def test_a_session_ends_at_its_limits(tenant: httpx.Client) -> None:
-    two = agent_of(tenant, limits={"turns": 2})
-    said = two.say(TASK)
-    two.say([*said, user("And at night?")])
-    refused = two.post([*said, user("Or at dawn?")])
-    assert refused.status_code == 403
-    assert refused.json()["error"]["code"] == "agent_session_ended"
-    assert two.get()["end_reason"] == "turns"
-    again = two.post([*said, user("And at night?")], {"x-stainless-retry-count": "1"})
-    assert again.status_code == 200, "an answer that was lost is given again after the end, too"
-    few = agent_of(tenant, limits={"tokens": 40})
-    few.post(TASK, max_tokens=500, ignore_eos=True)
-    (turn,) = few.turns()
-    assert len(turn["added_tokens"]) + len(turn["sampled_tokens"]) <= 40
-    assert few.post([*TASK, user("Again?")]).status_code == 403
 
 
 def test_a_pinned_session_keeps_its_weights_and_another_follows_the_newest(connect: Any, tenant: httpx.Client) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -139,16 +138,6 @@ def test_each_turn_continues_the_turn_before_it_whichever_process_had_that(conne
     assert sum(row["loss_mask"]) == sum(len(turn["sampled_tokens"]) for turn in turns)
 
 
-def test_equal_requests_at_the_same_time_get_one_turns_answer(connections: list[httpx2.Client]) -> None:
-    agents = session(connections)
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda agent: agent.answer(TASK, **LONG), agents)
-    assert first == second
-    for agent in agents:
-        (turn,) = agent.turns()
-        assert turn["answer"]["content"] == first
-
-
 def test_of_two_equal_streams_one_fails_and_its_retry_gets_the_turn(
     gateway: MortalServer, connections: list[httpx2.Client]
 ) -> None:
@@ -217,15 +206,6 @@ def test_limits_hold_over_both_processes(connections: list[httpx2.Client]) -> No
     assert added_and_sampled(agents[0].turns()) == 60
     assert [agent.refused(messages) for agent in agents] == ["agent_session_ended"] * 2
     assert [agent.get()["end_reason"] for agent in agents] == ["tokens"] * 2
-
-
-def test_a_session_that_is_ended_at_one_process_takes_no_turn_at_the_other(connections: list[httpx2.Client]) -> None:
-    first, second = session(connections)
-    said = second.answer(TASK)
-    first.end()
-    assert [agent.refused(goes_on(TASK, said)) for agent in (second, first)] == ["agent_session_ended"] * 2
-    assert second.answer(TASK, extra_headers=RETRY) == said, "a lost answer is given again after the end, too"
-    assert len(second.turns()) == 1
 
 
 def test_the_end_at_one_process_stops_a_turn_that_runs_at_the_other(

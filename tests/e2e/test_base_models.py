@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,21 +21,14 @@ from typer.testing import CliRunner
 
 from skyrl.cli.demo.server import DemoServer
 from skyrl.cli.main import app
-from tests.servers import SLOW_START_S, ready, student_and_teacher
+from tests.servers import ready, student_and_teacher
 
-from .conftest import ask, cross_entropy, train
+from .conftest import ask, cross_entropy, train, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROMPT = types.ModelInput.from_ints([1, 7, 300, 12, 45])
 ENDPOINT = "SELECT inference_proxy_url FROM engine_state WHERE base_model = :name"
-
-
-def until(condition: Callable[[], object], within_s: float = SLOW_START_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,14 @@
-"""Pictures in chats, with the unmodified `openai` SDK and a real vLLM: the model's own template places them, and the
-answers are those of samples about the same picture."""
+"""Pictures in chats on the real server, and the recipes of the page about pictures."""
 
 from __future__ import annotations
 
 import base64
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -16,9 +20,11 @@ from tinker import types
 from skyrl.base.pictures.picture import format_of
 from skyrl.base.pictures.vision import VisionConfig
 from skyrl.cli.demo.server import DemoServer
+from tests.pages import blocks_of
+from tests.sdk_programs import TRACED, succeeded
 from tests.unit.picture_files import jpeg, png
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 KEY = "tml-chat-pictures"
 MODEL = "tiny-vision"
@@ -141,3 +147,30 @@ def test_a_wrong_picture_is_a_400_that_names_it(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, text("What?"), part(WIDE), bad)
     assert refused.value.param == "messages[0].content[2].image_url"
+
+
+PAGE = "docs/howto/pictures.md"
+
+
+def test_the_classifier_and_the_reinforcement_learning_of_the_page_learn(seeing: DemoServer, tmp_path: Path) -> None:
+    program = "\n\n".join(block.text for block in blocks_of(PAGE) if block.language == "python")
+    model = seeing.state_dir.parent / "model"
+    program = program.replace("http://127.0.0.1:8000", seeing.url).replace("./tiny-vision", str(model))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=os.environ | TRACED,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert succeeded(done.returncode, done.stderr), f"{done.returncode}: {done.stderr}"
+    accuracy = re.findall(r"^accuracy ([\d.]+)$", done.stdout, re.M)
+    assert float(accuracy[0]) > 0.8
+    steps = [line.split() for line in done.stdout.splitlines() if line.count(" ") == 2]
+    rewards = [float(reward) for _, reward, _ in steps]
+    assert len(rewards) == 24
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2
+    assert all(abs(float(gap)) < 1e-4 for _, _, gap in steps)
+    assert float(done.stdout.splitlines()[-1]) < 1e-4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import shutil
 import tarfile
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 import tinker
 import torch
@@ -22,18 +20,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from skyrl.base.tiny import model_path
 from skyrl.cli.demo.server import DemoServer
-from skyrl.runtime.processes.runtime import RUNTIME_ENV
 
-from .conftest import ClientFactory, cross_entropy, greedy, train
+from .conftest import ClientFactory, cross_entropy, greedy, train, vllm_of
 
 pytestmark = pytest.mark.vllm
 
 TEXT = "The old fox watches the river at dawn."
 OTHERS = "Bright lamps hum softly over the stairs."
-
-
-def rest_client(server: DemoServer, key: str = "tml-test") -> tinker.RestClient:
-    return tinker.RestClient(base_url=server.url, api_key=key)
 
 
 def archive_of(server: DemoServer, path: str, directory: Path, key: str = "tml-test") -> Path:
@@ -51,16 +44,6 @@ def archive_of(server: DemoServer, path: str, directory: Path, key: str = "tml-t
     return directory
 
 
-def vllm_of(server: DemoServer) -> httpx.Client:
-    """A client of the server's own vLLM."""
-    for process in psutil.Process(server.pid).children(recursive=True):
-        if (file := process.environ().get(RUNTIME_ENV)) is not None:
-            (runtime,) = json.loads(Path(file).read_text())["each"]
-            headers = {"Authorization": f"Bearer {runtime['inference_api_key']}"}
-            return httpx.Client(base_url=runtime["inference_url"], headers=headers, timeout=300, trust_env=False)
-    raise AssertionError("no process of the server knows where vLLM is")
-
-
 def logprobs_in_peft(adapter: Path, tokens: list[int]) -> np.ndarray:
     """Logprobs of each token after the first."""
     base = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
@@ -73,7 +56,9 @@ def logprobs_in_peft(adapter: Path, tokens: list[int]) -> np.ndarray:
 def logprobs_in_vllm(server: DemoServer, adapter: Path, tokens: list[int]) -> np.ndarray:
     """Logprobs of each token after the first."""
     name = "taken-elsewhere"
-    with vllm_of(server) as vllm:
+    url, key = vllm_of(server)
+    headers = {"Authorization": f"Bearer {key}"}
+    with httpx.Client(base_url=url, headers=headers, timeout=300, trust_env=False) as vllm:
         loaded = vllm.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(adapter)})
         assert loaded.status_code == 200, loaded.text
         asked = {"model": name, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0}
@@ -114,33 +99,6 @@ def test_an_archive_loads_in_stock_peft_and_stock_vllm(
             assert ours.mean() > -1.0, "the adapter has learned the text, which is far less likely without it"
 
 
-def test_copies_sample_and_train_like_their_sources(
-    server: DemoServer,
-    connect: ClientFactory,
-    trained: tinker.TrainingClient,
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    prompt, data = tokenizer.encode(TEXT)[:4], [cross_entropy(tokenizer.encode(TEXT))]
-    rest = rest_client(server)
-    state = trained.save_state("to-copy", user_metadata={"step": "6"}).result().path
-    sampler = trained.save_weights_for_sampler("to-copy").result().path
-    client = connect()
-    expected = greedy(client.create_sampling_client(model_path=sampler).result(), prompt)
-    loss = trained.forward(data, "cross_entropy").result().metrics["loss:sum"]
-    copies = [rest.copy_weights(path, "archive", ttl_seconds=7200).result() for path in (state, sampler)]
-    for path in (state, sampler):
-        rest.delete_checkpoint_from_tinker_path(path).result()
-    assert greedy(client.create_sampling_client(model_path=copies[1]).result(), prompt) == expected
-    resumed = client.create_training_client_from_state_with_optimizer(copies[0]).result()
-    assert train(resumed, data, 1, 1e-2)[0] == loss
-    run = rest.get_training_run_by_tinker_path(copies[0]).result()
-    assert run.last_checkpoint is not None
-    assert run.last_checkpoint.user_metadata == {"step": "6"}
-    assert run.last_checkpoint.expires_at is not None
-    with pytest.raises(tinker.NotFoundError, match="path"):
-        client.create_training_client_from_state(state).result()
-
-
 def test_an_adapter_without_local_files_can_be_sampled_from(
     server: DemoServer, connect: ClientFactory, trained: tinker.TrainingClient, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -152,24 +110,3 @@ def test_an_adapter_without_local_files_can_be_sampled_from(
     again = connect().create_sampling_client(model_path=path).result()
     assert (newest / "adapter_model.safetensors").exists()
     assert greedy(again, prompt) == expected
-
-
-def test_the_sdk_exports_an_adapter(
-    server: DemoServer, trained: tinker.TrainingClient, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    rest = rest_client(server)
-    path = trained.save_weights_external("elsewhere", ttl_seconds=3600).result().path
-    listed = rest.list_checkpoints(trained.get_info().model_id).result().checkpoints
-    assert [one.checkpoint_type for one in listed if one.tinker_path == path] == ["external"]
-    answer = rest.get_external_weights_urls(path).result()
-    for name, url in answer.urls.items():
-        urllib.request.urlretrieve(url, tmp_path / name)
-    tokens = tokenizer.encode(TEXT)
-    passed = trained.forward([cross_entropy(tokens)], "cross_entropy").result()
-    ours = np.asarray(passed.loss_fn_outputs[0]["logprobs"].data)
-    np.testing.assert_allclose(logprobs_in_peft(tmp_path, tokens), ours, atol=1e-4)
-    rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
-    rest.delete_checkpoint_from_tinker_path(path).result()
-    assert path not in [one.tinker_path for one in rest.list_user_checkpoints().result().checkpoints]
-    with pytest.raises(tinker.RequestFailedError, match=r"age_encryption_recipients\[0\]"):
-        trained.save_weights_external("bad", age_encryption_recipients=["age1nobody"]).result()

@@ -1,5 +1,5 @@
 """What the API has answered survives a SIGKILL of the API process at any moment: an acknowledged request ends, a
-delivered result is delivered again, an acknowledged command runs once.
+delivered result is delivered again. test_two_apis.py has commands, which run once.
 
 The API process dies at seeded random moments, and at the worst moment, which the tests create by holding all commits
 back.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -20,9 +20,9 @@ import httpx
 import pytest
 from psutil import Process
 
-from tests.servers import SLOW_START_S, ready
+from tests.servers import ready
 
-from .mortal_server import STEP, WAIT_S, Client, MortalServer, Upstream, insist, training_pass
+from .mortal_server import WAIT_S, Client, MortalServer, Upstream, insist
 
 SAMPLES = 160
 CLIENTS = 4
@@ -159,33 +159,3 @@ def test_no_result_is_delivered_before_its_commit(server: MortalServer, client: 
     server.kill_api()
     assert read_all(client, ids) == results
     assert upstream.answered == 2 * CLIENTS
-
-
-def learn(client: Client, number: int, *, between: Callable[[int], object] = lambda _: None) -> list[dict[str, Any]]:
-    """Run passes and steps of a new model, sent as a stream; returns their metrics. `between(n)` is called after the
-    n-th acknowledgement."""
-    model = client.model(number)
-    promised = []
-    for seq_id in range(1, COMMANDS + 1):
-        path, body = ("optim_step", STEP) if seq_id % 2 == 0 else ("forward_backward", training_pass(seq_id))
-        command = {"model_id": model, "seq_id": seq_id} | body
-        promised.append(insist(lambda p=path, c=command: client.ok(p, c))["request_id"])
-        between(seq_id)
-    return [insist(lambda r=request_id: client.outcome(r))["metrics"] for request_id in promised]
-
-
-def test_acknowledged_commands_run_once_although_the_api_is_killed_repeatedly(
-    upstream: Upstream, tmp_path: Path
-) -> None:
-    server = MortalServer(tmp_path / "state", "--served-model-name", "tiny", "--external-inference-url", upstream.url)
-    deaths = random.Random(6).sample(range(1, COMMANDS), 2)
-    try:
-        server.start()
-        server.wait_ready(SLOW_START_S)
-        with closing(Client(server.url)) as client:
-            undisturbed = learn(client, 0)
-            disturbed = learn(client, 1, between=lambda count: count in deaths and server.api().kill())
-    finally:
-        server.stop()
-    assert disturbed == undisturbed
-    assert [step["optimizer_step"] for step in disturbed[1::2]] == list(range(1, COMMANDS // 2 + 1))

@@ -6,8 +6,7 @@ import asyncio
 import pickle
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -16,15 +15,13 @@ from tinker import types
 
 from skyrl.cli.demo.server import DemoServer
 
-from .conftest import ask, vllm_of
+from .conftest import ask, until, vllm_of
 from .fault_proxy import FaultProxy, edited
 
 pytestmark = pytest.mark.vllm
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7, 8])
 SHORT = types.SamplingParams(max_tokens=4, stop=[])
-LONG_TOKENS = 1_000
-LONG = types.SamplingParams(max_tokens=LONG_TOKENS, stop=[])
 ENDLESS_TOKENS = 4_000  # close to the model's context: a machine that stands still for seconds does not reach it
 ENDLESS = types.SamplingParams(max_tokens=ENDLESS_TOKENS, stop=[])
 LIMIT_S = 300.0
@@ -65,13 +62,6 @@ def proxy(server: DemoServer) -> Iterator[FaultProxy]:
         yield proxy
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.05)
-
-
 def outcomes(server: DemoServer, session: str) -> list[tuple[str, str | None]]:
     """(status, error) of a sampling session's samples, in order of arrival."""
     query = "select status, error from futures where sampling_session_id = :session order by n"
@@ -84,7 +74,7 @@ CANCELLED = ("failed", "cancelled by the client")
 def wait_until_polled(proxy: FaultProxy, count: int) -> None:
     """Wait until the SDK has polled for that many samples by their ids. Without the id the SDK cannot cancel a
     sample."""
-    wait_until(lambda: len({call.body for call in proxy.seen("/retrieve_future")}) == count)
+    until(lambda: len({call.body for call in proxy.seen("/retrieve_future")}) == count)
 
 
 def test_an_abandoned_task_frees_vllm(server: DemoServer, proxy: FaultProxy, vllm: Vllm) -> None:
@@ -97,35 +87,19 @@ def test_an_abandoned_task_frees_vllm(server: DemoServer, proxy: FaultProxy, vll
         async def abandon(sent: int) -> None:
             task = asyncio.create_task(ask())
             await asyncio.to_thread(wait_until_polled, proxy, sent)
-            await asyncio.to_thread(wait_until, lambda: vllm.running == 4)
+            await asyncio.to_thread(until, lambda: vllm.running == 4)
             task.cancel()
-            await asyncio.to_thread(wait_until, lambda: vllm.running == 0)
+            await asyncio.to_thread(until, lambda: vllm.running == 0)
             with pytest.raises(asyncio.CancelledError):
                 await task
 
-        wait_until(lambda: vllm.running == 0)
+        until(lambda: vllm.running == 0)
         before = vllm.generated
         for sent in (1, 2, 3):
             asyncio.run(abandon(sent))
         assert vllm.generated - before < 3 * 4 * ENDLESS_TOKENS, "vLLM stopped the abandoned samples"
-        wait_until(lambda: outcomes(server, sampler._sampling_session_id) == [CANCELLED] * 3)
+        until(lambda: outcomes(server, sampler._sampling_session_id) == [CANCELLED] * 3)
         assert len(sampler.sample(PROMPT, 1, SHORT).result().sequences[0].tokens) == 4, "the client still works"
-
-
-def test_cancelled_futures_stop_in_vllm_and_the_others_go_on(server: DemoServer, proxy: FaultProxy, vllm: Vllm) -> None:
-    with tinker.ServiceClient(base_url=proxy.url, api_key="tml-test") as client:
-        sampler = client.create_sampling_client(base_model="tiny").result()
-        before = vllm.generated
-        pending = [sampler.sample(PROMPT, 1, LONG if place == 3 else ENDLESS) for place in range(7)]
-        wait_until_polled(proxy, 7)
-        wait_until(lambda: vllm.running >= 6)  # on a busy machine the one that ends may have ended
-        kept = pending.pop(3)
-        for future in pending:
-            assert future.future().cancel()
-        assert len(kept.result().sequences[0].tokens) == LONG_TOKENS
-        wait_until(lambda: outcomes(server, sampler._sampling_session_id).count(CANCELLED) == 6)
-        wait_until(lambda: vllm.running == 0)
-        assert vllm.generated - before < 6 * ENDLESS_TOKENS, "vLLM stopped the cancelled samples"
 
 
 def enable_polls_for_all(proxy: FaultProxy) -> None:
@@ -149,25 +123,6 @@ def test_one_poll_serves_all_samples(proxy: FaultProxy) -> None:
     assert 0 < len(polls) < 100 + 100
     ends = [end for call in polls for end in (call.answers[0].json()["completions"] if call.told == 200 else [])]
     assert len(ends) == len({end["request_id"] for end in ends}) == 100, "each end is reported once"
-
-
-def test_abandoned_samples_stop_in_vllm_with_one_poll_for_all(
-    proxy: FaultProxy, server: DemoServer, vllm: Vllm
-) -> None:
-    enable_polls_for_all(proxy)
-    with tinker.ServiceClient(base_url=proxy.url, api_key="tml-test") as client:
-        sampler = client.create_sampling_client(base_model="tiny").result()
-        wait_until(lambda: vllm.running == 0)
-        before = vllm.generated
-        abandoned = sampler.sample(PROMPT, 3, ENDLESS)
-        wait_until(lambda: vllm.running == 3)
-        assert len(sampler.sample(PROMPT, 1, SHORT).result().sequences) == 1, "its end is told while the other runs"
-        assert vllm.running == 3
-        abandoned.future().cancel()
-        wait_until(lambda: vllm.running == 0)
-        assert vllm.generated - before < 3 * ENDLESS_TOKENS, "vLLM stopped the abandoned samples"
-        wait_until(lambda: CANCELLED in outcomes(server, sampler._sampling_session_id))
-        assert len(sampler.sample(PROMPT, 1, SHORT).result().sequences) == 1
 
 
 CLONE_PROGRAM = """

@@ -121,22 +121,6 @@ def test_a_checkpoint_saved_again_under_its_name_answers_with_the_new_weights(
         assert answer(path) != before
 
 
-def test_another_tenant_gets_a_checkpoint_only_after_it_is_published(server: DemoServer, run: Run) -> None:
-    with client_of(server, "tml-stranger", "/v1") as stranger:
-        assert run.first not in [model.id for model in stranger.models.list()]
-        with pytest.raises(openai.NotFoundError) as refused:
-            stranger.completions.create(model=run.first, prompt="x")
-        assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
-        run.rest.publish_checkpoint_from_tinker_path(run.first).result()
-        try:
-            assert stranger.completions.create(model=run.first, prompt="x", max_tokens=1).model == run.first
-            assert stranger.models.retrieve(run.first).id == run.first
-        finally:
-            run.rest.unpublish_checkpoint_from_tinker_path(run.first).result()
-        with pytest.raises(openai.NotFoundError):
-            stranger.completions.create(model=run.first, prompt="x")
-
-
 # What an answer holds
 
 
@@ -300,32 +284,7 @@ def test_verifiers_finds_token_ids_and_logprobs_at_vllms_route_for_token_ids(
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("changes", "param", "code"),
-    [
-        ({"extra_body": {"lora_path": "/etc"}}, "lora_path", None),
-        ({"extra_body": {"chat_template": "x"}}, "chat_template", None),
-        ({"extra_body": {"guided_json": {}}}, "guided_json", None),
-        ({"extra_body": {"frequenzy_penalty": 1}}, "frequenzy_penalty", None),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
-         "messages[0].content[0].image_url", None),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "tools", None),
-        ({"messages": [{"role": "user", "content": "x " * 5000}]}, "messages", "context_length_exceeded"),
-        ({"temperature": -1.0}, "temperature", None),
-    ],
-    ids=["adapter", "template", "guided", "unknown", "image", "tools", "long", "temperature"],
-)  # fmt: skip
-def test_what_cannot_be_honoured_is_a_400_that_names_the_field(
-    client: OpenAI, changes: dict[str, Any], param: str | None, code: str | None
-) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "messages": CHAT, "max_tokens": 1}
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(**asked | changes)
-    assert (refused.value.param, refused.value.code) == (param, code)
-    assert refused.value.body["message"]  # type: ignore[index]
-
-
-# Clients that go; tests/e2e/test_faults.py has servers that die
+# Clients that go; tests/e2e/test_sdk_retries.py has servers that die
 
 
 @pytest.mark.parametrize(

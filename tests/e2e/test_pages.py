@@ -174,6 +174,7 @@ def test_the_page_makes_and_restores_backups(terminal: Terminal, postgresql: str
     run_page("docs/operating/backup.md", terminal)
 
 
+@pytest.mark.slow
 @NEEDS_NGINX
 def test_the_sdk_works_through_nginx_as_the_page_configures_it(
     server: DemoServer, terminal: Terminal, tmp_path: Path

@@ -6,8 +6,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import tinker
@@ -18,13 +16,10 @@ from skyrl.cli.demo.server import DemoServer
 from tests.databases import url_of
 from tests.servers import SLOW_START_S
 
-from .conftest import ClientFactory, ask, cross_entropy, greedy, train
+from .conftest import ClientFactory, cross_entropy, greedy
 
 pytestmark = pytest.mark.vllm
 
-KEY = "tml-over-quota"
-TENANT = tenant_of_key(KEY)
-PER_MINUTE = 120
 MINUTE = [cross_entropy(list(range(30, 61)))] * 4
 """The tokens of one minute."""
 SECONDS = [cross_entropy(list(range(30, 55)))]
@@ -44,15 +39,6 @@ def quotas(server: DemoServer, *arguments: str) -> None:
         time.sleep(0.1)
 
 
-@pytest.fixture
-def over_quota(server: DemoServer, connect: ClientFactory) -> Iterator[tinker.ServiceClient]:
-    client = connect(KEY)
-    client.holder.get_session_id()  # a tenant becomes known by its first session
-    quotas(server, "set", TENANT, "--tokens-per-minute", str(PER_MINUTE))
-    yield client
-    quotas(server, "clear", TENANT)
-
-
 def loop(client: tinker.ServiceClient) -> tuple[list[float], list[int]]:
     """Run two steps, sent at once, then a sample; returns the losses and the sampled tokens."""
     trainer = client.create_lora_training_client(base_model="tiny", rank=4, seed=11).result()
@@ -64,34 +50,6 @@ def loop(client: tinker.ServiceClient) -> tuple[list[float], list[int]]:
     for _, stepped in losses:
         stepped.result()
     return found, greedy(trainer.save_weights_and_get_sampling_client().result(), PROMPT, 2)
-
-
-def passes(server: DemoServer) -> list[tuple[Any, ...]]:
-    query = "select created_at, not_before, completed_at from futures where tenant = :t and kind = :k order by n"
-    return ask(server, query, t=TENANT, k="FORWARD_BACKWARD")
-
-
-def test_a_loop_over_quota_gives_the_same_results_and_another_tenant_does_not_wait(
-    server: DemoServer, connect: ClientFactory, over_quota: tinker.ServiceClient
-) -> None:
-    other_tenant = connect("tml-free")
-    expected, other_answer = loop(other_tenant)
-    losses, answer = loop(over_quota)
-    assert losses == expected
-    assert len(answer) == len(other_answer) == 2
-    first, second = passes(server)
-    assert first[1] is None, "the first pass uses the tokens of the first minute"
-    assert second[0] < second[1] <= second[2], "the second pass has waited"
-    # These passes exceed the quota by minutes, so that a tenant that waits for them would be noticed.
-    trainer = over_quota.create_lora_training_client(base_model="tiny", rank=4, seed=11).result()
-    trainer.forward_backward(MINUTE * 5, "cross_entropy")
-    waiting_pass = trainer.forward_backward(SECONDS, "cross_entropy")
-    again = train(
-        other_tenant.create_lora_training_client(base_model="tiny", rank=4, seed=11).result(), MINUTE, 1, 1e-3
-    )
-    assert again == expected[:1]
-    assert not waiting_pass.future().done()
-    assert server.status()["quotas"]["paused"] > 0
 
 
 def test_a_quota_that_only_the_tenant_can_free_raises_an_error_at_once(

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from skyrl.cli.demo.server import DemoServer
 from skyrl.router.admin import ADMIN_METHODS
 from tests.servers import SLOW_START_S, ready
 
-from .conftest import cross_entropy, find_process, train
+from .conftest import cross_entropy, find_process, train, until
 from .load import PROMPT, Load, client_that_outlives, sample, start_load
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -34,13 +33,6 @@ SHORT, LONG = 12, 400
 ROUTER = "skyrl.router.main"
 CLIENTS = 12
 """Sampling sessions. Their samples of the base model go to either replica; all on one is a chance of 1 in 2,048."""
-
-
-def until(condition: Callable[[], object], within_s: float = SLOW_START_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0.05)
 
 
 @dataclass

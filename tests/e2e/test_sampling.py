@@ -1,7 +1,9 @@
-"""Sampling on the real server: which server answers, from which weights, and that a sample never waits for training."""
+"""Training and sampling on the real server: which weights a sample comes from, that it never waits for training, and
+whose turn it is."""
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -9,9 +11,12 @@ import pytest
 from tinker import types
 from transformers import PreTrainedTokenizerBase
 
+from skyrl.base.tiny.corpus import TASKS
+from skyrl.cli.demo.rl import Settings, Step
+from skyrl.cli.demo.rl import train as train_rl
 from skyrl.cli.demo.server import DemoServer
 
-from .conftest import ClientFactory, cross_entropy, greedy, train
+from .conftest import ClientFactory, ask, cross_entropy, greedy, train
 from .long_pass import sample_ends_first
 
 pytestmark = pytest.mark.vllm
@@ -87,16 +92,40 @@ def test_trainer_and_sampler_agree_on_logprobs(connect: ClientFactory, tokenizer
     assert np.abs(after - base).max() > 0.1
 
 
-def test_the_logprobs_of_samples_equal_the_trainers(connect: ClientFactory, tokenizer: PreTrainedTokenizerBase) -> None:
-    client = connect()
-    trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
-    sampler = trainer.save_weights_and_get_sampling_client().result()
-    prompt = tokenizer.encode("The old")
-    params = types.SamplingParams(max_tokens=16, temperature=1.0, stop=[], seed=3)
-    answer = sampler.sample(types.ModelInput.from_ints(prompt), num_samples=3, sampling_params=params).result()
-    data = [cross_entropy(prompt + list(sequence.tokens)) for sequence in answer.sequences]
-    outputs = trainer.forward(data, "cross_entropy").result().loss_fn_outputs
-    for sequence, output in zip(answer.sequences, outputs, strict=True):
-        assert sequence.logprobs is not None
-        given = np.asarray(output["logprobs"].data)[len(prompt) - 1 :]
-        np.testing.assert_allclose(given, np.asarray(sequence.logprobs), atol=1e-3)
+def test_reinforcement_learning_raises_the_reward(connect: ClientFactory) -> None:
+    steps: list[Step] = []
+    settings = Settings(steps=18, prompts=8, group=8, epochs=1, learning_rate=3e-3)
+    train_rl(connect(), "tiny", TASKS["count"], settings, steps.append)
+    rewards = [step.reward for step in steps]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15, rewards
+
+
+PROMPT = types.ModelInput.from_ints([5, 6, 7, 8])
+MANY, AT_ONCE = 8, 256
+"""The samples of one tenant, and the sequences of each: as many as vLLM runs at once."""
+LIMIT_S = 300.0
+
+
+def sampling_params(max_tokens: int) -> types.SamplingParams:
+    return types.SamplingParams(max_tokens=max_tokens, stop=[])
+
+
+def test_a_sample_runs_before_another_tenants_queue(server: DemoServer, connect: ClientFactory) -> None:
+    many = connect("tml-many").create_sampling_client(base_model="tiny").result()
+    few = connect("tml-few").create_sampling_client(base_model="tiny").result()
+    ((before,),) = ask(server, "select coalesce(max(n), 0) from futures")
+
+    def recorded() -> list[tuple[float | None]]:
+        return ask(server, "select completed_at from futures where n > :before order by n", before=before)
+
+    queued = [many.sample(PROMPT, num_samples=AT_ONCE, sampling_params=sampling_params(24)) for _ in range(MANY)]
+    deadline = time.monotonic() + LIMIT_S
+    while len(recorded()) < MANY:
+        assert time.monotonic() < deadline, "the samples were not recorded in time"
+        time.sleep(0.01)
+    few.sample(PROMPT, num_samples=1, sampling_params=sampling_params(24)).result()
+    assert all(len(each.result().sequences) == AT_ONCE for each in queued)
+    *ends_of_many, last_of_few = [end for (end,) in recorded()]
+    assert len(ends_of_many) == MANY
+    assert last_of_few is not None
+    assert sum(end is not None and end > last_of_few for end in ends_of_many) >= 2

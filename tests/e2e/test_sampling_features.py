@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +9,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import tinker
@@ -157,46 +154,6 @@ def test_one_request_returns_all_values_for_a_prompt(models: dict[str, Model], p
     assert tokens.shape == drawn.logprobs.to_numpy().shape == (len(prompt) - 1, 4)
     assert (drawn.tokens.dtype, drawn.logprobs.dtype) == ("int64", "float32")
     close(drawn.logprobs.to_numpy(), np.take_along_axis(logprobs, tokens, 1))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_sequences_and_prompt_values_of_one_request_are_independent(
-    models: dict[str, Model], prompt: list[int], name: str
-) -> None:
-    """The values for the prompt do not depend on `num_samples`, and the sequences do not depend on the values requested
-    for the prompt."""
-    model, params = models[name], {"max_tokens": 12, "seed": 11}
-    ids = dense(random_ids(len(prompt) - 1, 2))
-    asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 5, "prompt_alt_tokens_k": 3}
-    both = model.sample(prompt, 4, params, target_prompt_logprobs=ids, **asked)
-    alone = model.sample(prompt, 4, params)
-    one = model.sample(prompt, 1, params, target_prompt_logprobs=ids, **asked)
-
-    assert [sequence.tokens for sequence in both.sequences] == [sequence.tokens for sequence in alone.sequences]
-    for sequence, expected in zip(both.sequences, alone.sequences, strict=True):
-        close(sequence.logprobs, expected.logprobs)
-        assert sequence.stop_reason == expected.stop_reason
-    assert both.prompt_logprobs is not None
-    assert one.prompt_logprobs is not None
-    close(both.prompt_logprobs[1:], one.prompt_logprobs[1:])
-    assert both.topk_prompt_logprobs is not None
-    assert one.topk_prompt_logprobs is not None
-    assert [[t for t, _ in row or []] for row in both.topk_prompt_logprobs] == [
-        [t for t, _ in row or []] for row in one.topk_prompt_logprobs
-    ]
-    for given, expected in (
-        (both.target_prompt_logprobs, one.target_prompt_logprobs),
-        (
-            both.prompt_alt_tokens and both.prompt_alt_tokens.logprobs,
-            one.prompt_alt_tokens and one.prompt_alt_tokens.logprobs,
-        ),
-    ):
-        assert given is not None
-        assert expected is not None
-        close(given.to_numpy(), expected.to_numpy())
-    assert both.prompt_alt_tokens is not None
-    assert one.prompt_alt_tokens is not None
-    assert both.prompt_alt_tokens.tokens.tolist() == one.prompt_alt_tokens.tokens.tolist()
 
 
 def test_the_adapters_of_these_tests_differ_much(models: dict[str, Model], prompt: list[int]) -> None:
@@ -480,29 +437,3 @@ def numbers(answer: types.SampleResponse) -> dict[str, Any]:
 
 
 # Clients without protobuf
-
-
-def test_clients_without_protobuf_get_json(server: DemoServer, base: Model) -> None:
-    prompt, ids = [7, 8, 9], [[3, -1], [-1, 4]]
-    body = {
-        "sampling_session_id": base.sampler._sampling_session_id,
-        "prompt": {"chunks": [{"tokens": prompt}]},
-        "sampling_params": {"max_tokens": 1, "temperature": 0.0},
-        "target_prompt_logprobs": {"data": sum(ids, []), "dtype": "int64", "shape": [2, 2]},
-        "prompt_alt_tokens_k": 1,
-    }
-    with httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": "tml-features"}) as http:
-        promise = http.post("/asample", json=body).raise_for_status().json()
-        end = time.monotonic() + 300
-        while (polled := http.post("/retrieve_future", json={"request_id": promise["request_id"]}, timeout=60)) and (
-            polled.status_code == httpx.codes.REQUEST_TIMEOUT
-        ):
-            assert time.monotonic() < end
-    result = json.loads(polled.raise_for_status().content)
-    logprobs = base.reference.logprobs(prompt)
-    expected = [logprobs[0, 3], 0.0, 0.0, logprobs[1, 4]]
-    assert result["target_prompt_logprobs"]["shape"] == [2, 2]
-    assert result["target_prompt_logprobs"]["data"] == pytest.approx(expected, abs=ATOL)
-    best = logprobs.argmax(1).tolist()
-    assert result["prompt_alt_tokens"]["tokens"] == {"data": best, "dtype": "int64", "shape": [2, 1]}
-    assert result["prompt_alt_tokens"]["logprobs"]["data"] == pytest.approx(logprobs.max(1).tolist(), abs=ATOL)

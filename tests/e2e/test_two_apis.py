@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from sqlalchemy import text
 
@@ -22,10 +23,10 @@ from skyrl.storage.db.database import Database
 from tests.postgres_server import PostgresServer
 from tests.servers import SLOW_START_S
 
-from .mortal_server import WAIT_S, Client, MortalServer, Upstream, insist, running
-from .test_durability import learn
+from .mortal_server import STEP, WAIT_S, Client, MortalServer, Upstream, insist, running, training_pass
 
 SAMPLES = 8
+COMMANDS = 8
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +136,22 @@ class AlternatingClient(Client):
         return next(self._turns)
 
 
+def connected_beside(other: psutil.Process, server: MortalServer, session: str | None) -> Client:
+    """A client of the process that is not `other`. If `other` was stopped amid a write, it goes on first."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        other.suspend()
+        try:
+            client = Client(server.url, session=session)
+            client.ok("session_heartbeat", {"session_id": client.session})
+        except AssertionError:
+            assert time.monotonic() < deadline
+        else:
+            return client
+        finally:
+            other.resume()
+
+
 @contextmanager
 def connected_to_each(server: MortalServer) -> Iterator[list[Client]]:
     """A client for each of the server's two API processes. While one client connects, the other process accepts no
@@ -143,15 +160,24 @@ def connected_to_each(server: MortalServer) -> Iterator[list[Client]]:
     with ExitStack() as held:
         clients: list[Client] = []
         for other in (first, second):
-            other.suspend()
             session = clients[0].session if clients else None
-            client = held.enter_context(closing(Client(server.url, session=session)))
-            client.ok("session_heartbeat", {"session_id": client.session})
-            other.resume()
-            clients.append(client)
+            clients.append(held.enter_context(closing(connected_beside(other, server, session))))
         answered = {client.http.get(f"{server.url}/statusz").json()["api_process"] for client in clients}
         assert len(answered) == 2
         yield clients
+
+
+def learn(client: Client, number: int, *, between: Callable[[int], object] = lambda _: None) -> list[dict[str, Any]]:
+    """Run passes and steps of a new model, sent as a stream; returns their metrics. `between(n)` is called after the
+    n-th acknowledgement."""
+    model = client.model(number)
+    promised = []
+    for seq_id in range(1, COMMANDS + 1):
+        path, body = ("optim_step", STEP) if seq_id % 2 == 0 else ("forward_backward", training_pass(seq_id))
+        command = {"model_id": model, "seq_id": seq_id} | body
+        promised.append(insist(lambda p=path, c=command: client.ok(p, c))["request_id"])
+        between(seq_id)
+    return [insist(lambda r=request_id: client.outcome(r))["metrics"] for request_id in promised]
 
 
 def test_one_server_trains_with_two_api_processes_and_a_second_server_may_not_train(

@@ -1,4 +1,4 @@
-"""A server leaves nothing behind, however it ends: no processes, sockets, files or shared memory."""
+"""The end of a server: nothing is left of a killed one, and signals, also several, end it in order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +17,8 @@ import pytest
 
 from skyrl.cli.demo.server import DemoServer
 from tests.e2e.conftest import find_process
-from tests.e2e.mortal_server import MortalServer, Upstream, running
-from tests.servers import SLOW_START_S
+from tests.e2e.mortal_server import WAIT_S, Client, MortalServer, Upstream, insist, running
+from tests.servers import SLOW_START_S, ready
 
 ENDED_S = 300.0
 
@@ -96,3 +98,44 @@ def test_a_killed_launcher_and_a_server_stopped_with_a_hanging_vllm_leave_nothin
         assert not (tmp_path / "run").is_symlink()
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MortalServer]:
+    with Upstream() as upstream:
+        gateway = ("--backend", "none", "--base-model", "tiny", "--external-inference-url", upstream.url)
+        with ready(MortalServer(tmp_path_factory.mktemp("gateway"), *gateway)) as running:
+            yield running
+
+
+def private(server: MortalServer) -> Path:
+    return (server.state_dir / "run").resolve()
+
+
+def test_processes_restart_although_their_directory_was_deleted(server: MortalServer) -> None:
+    with closing(Client(server.url)) as client:
+        sampler = client.sampler()
+        shutil.rmtree(private(server))
+        server.kill_api()
+        promise = insist(lambda: client.sample(sampler, 0))
+        assert insist(lambda: client.result(promise["request_id"]))
+        assert private(server).stat().st_mode & 0o777 == 0o700
+
+
+def test_the_second_interrupt_is_explained_and_the_last_line_says_stopped(server: MortalServer) -> None:
+    directory, api = private(server), server.api()
+    api.suspend()  # so that the API process does not end before the second signal
+    for said in ("stopping; this takes at most", "already stopping"):
+        os.kill(server.pid, signal.SIGINT)
+        deadline = time.monotonic() + WAIT_S
+        while said not in serve_log(server):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    api.resume()
+    assert psutil.Process(server.pid).wait(WAIT_S) == 0
+    assert serve_log(server).splitlines()[-1].endswith("skyrl.cli.launcher.main: stopped")
+    assert not directory.exists()
+
+
+def serve_log(server: MortalServer) -> str:
+    return (server.state_dir / "serve.log").read_text()

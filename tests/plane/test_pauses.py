@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 PROMPT = [265, 296, 83, 315]
 TOKENS = 250
-ROUNDS, IN_FLIGHT = 20, 16
+ROUNDS, IN_FLIGHT = 8, 16
 ROUNDING = 1e-4
 """Float32 sums in another order: batches differ, and a retracted cache is computed in one pass."""
 
@@ -149,7 +149,7 @@ async def test_frozen_requests_can_be_aborted_and_left(workers: list[Worker]) ->
     assert len((await other)["output_ids"]) == 500
 
 
-async def test_twenty_pauses_lose_nothing(workers: list[Worker]) -> None:
+async def test_pauses_lose_nothing(workers: list[Worker]) -> None:
     worker = workers[0]
     prompts = [[*PROMPT, number] for number in range(IN_FLIGHT)]
     wanted = await asyncio.gather(*(worker.sample(prompt, TOKENS) for prompt in prompts))

@@ -84,6 +84,7 @@ def nodes(cluster: Machines, two_nodes: list[Machine]) -> Iterator[list[Machine]
     connection.disconnect()
 
 
+@pytest.mark.slow
 def test_two_ranks_on_two_nodes_train_as_one_device_does_until_one_dies(nodes: list[Machine], tmp_path: Path) -> None:
     config = _config(2, rank_timeout_s=60)
     expected = _learn(LoraBackend(config), tmp_path / "one")

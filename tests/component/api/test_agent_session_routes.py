@@ -21,7 +21,7 @@ from skyrl.storage.db import agents
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.columns import lora_values
 from skyrl.storage.db.database import Database
-from tests.postgres_server import ON_BOTH
+from tests.postgres_server import ON_BOTH_SLOWLY
 
 OTHER = {"X-API-Key": "tml-two"}
 DEEP = {"note": reduce(lambda inner, _: [inner], range(MAX_METADATA_DEPTH), list[Any]())}
@@ -74,7 +74,7 @@ def saved(database: Database, name: str, version: int, created_at: float, kind: 
     database.write(lambda c: c.execute(insert(checkpoints), values))
 
 
-@ON_BOTH
+@ON_BOTH_SLOWLY
 async def test_a_session_has_what_was_asked_for_and_the_configured_limits(serve: Serve) -> None:
     async with serve(agents=CONFIG) as api:
         asked = {
@@ -180,7 +180,7 @@ async def test_more_open_sessions_than_a_tenant_may_have_are_refused_until_one_e
         await create(api)
 
 
-@ON_BOTH
+@ON_BOTH_SLOWLY
 async def test_the_list_is_the_tenants_own_newest_first_by_state(api: Api) -> None:
     ids = [await create(api, {"name": str(number)}) for number in range(3)]
     await create(api, {}, "tml-two")
@@ -198,24 +198,7 @@ async def test_the_list_is_the_tenants_own_newest_first_by_state(api: Api) -> No
         assert (await get(api, query, 400))["field"] == query[1:].partition("=")[0]
 
 
-async def test_a_strangers_session_is_as_unknown_as_none(api: Api) -> None:
-    session = await forked(api)
-
-    async def asked(session_id: str) -> list[tuple[int, Any]]:
-        paths = ["", "/trajectory", "/turns"]
-        answers = [await api.http.get(f"/api/v1/agent_sessions/{session_id}{path}", headers=OTHER) for path in paths]
-        answers.append(await api.post(f"agent_sessions/{session_id}/end", {}, **OTHER))
-        answers.append(await api.post(f"agent_sessions/{session_id}/reward", {"reward": 1}, **OTHER))
-        return [(answer.status_code, answer.json() | {"request_id": ""}) for answer in answers]
-
-    of_owner, of_none = await asked(session), await asked("nothing")
-    assert of_owner == of_none
-    assert {status for status, _ in of_owner} == {404}
-    shown = await get(api, f"/{session}")
-    assert (shown["state"], shown["reward"]) == ("open", None)
-
-
-@ON_BOTH
+@ON_BOTH_SLOWLY
 async def test_an_ended_session_stays_ended_and_can_be_rewarded_and_read(api: Api) -> None:
     session = await forked(api)
     for _ in range(2):
@@ -239,23 +222,6 @@ async def test_an_agent_of_an_ended_session_is_told_that_it_has_ended(api: Api) 
     assert answer.json()["error"]["code"] == "agent_session_ended"
 
 
-@ON_BOTH
-async def test_each_sampled_token_is_trained_once_over_the_rows_of_a_trajectory(api: Api) -> None:
-    session = await forked(api)
-    await api.post(f"agent_sessions/{session}/reward", {"reward": 2.0})
-    page = await get(api, f"/{session}/trajectory")
-    assert (page["total"], page["next_offset"]) == (2, None)
-    trained = [sum(row["loss_fn_inputs"]["mask"]["data"]) for row in page["rows"]]
-    assert trained == [12, 4], "of t1, which both rows have, the first trains"
-    lengths = [len(row["model_input"]["chunks"][0]["tokens"]) for row in page["rows"]]
-    assert lengths == [20, 13]
-    for row in page["rows"]:
-        mask, advantages = (row["loss_fn_inputs"][name]["data"] for name in ("mask", "advantages"))
-        assert advantages == [2.0 * each for each in mask], "the reward, if nothing else is asked for"
-    other = await get(api, f"/{session}/trajectory?advantage=-0.5")
-    assert set(other["rows"][0]["loss_fn_inputs"]["advantages"]["data"]) == {0.0, -0.5}
-
-
 async def test_a_trajectory_is_read_in_pages_and_each_page_knows_what_earlier_ones_train(api: Api) -> None:
     session = await forked(api)
     whole = (await get(api, f"/{session}/trajectory"))["rows"]
@@ -268,7 +234,7 @@ async def test_a_trajectory_is_read_in_pages_and_each_page_knows_what_earlier_on
     assert (await get(api, f"/{session}/trajectory?offset=7"))["rows"] == []
 
 
-@ON_BOTH
+@ON_BOTH_SLOWLY
 @pytest.mark.parametrize("path", ["trajectory?", "trajectory?format=samples&", "trajectory?format=jsonl&", "turns?"])
 async def test_pages_of_a_live_session_have_each_row_once_whatever_ends_meanwhile(api: Api, path: str) -> None:
     """A turn that continues the first row makes another row of it, at the end of the list."""
@@ -300,7 +266,7 @@ async def test_a_page_of_a_live_session_that_is_not_known_any_more_is_refused(ap
     assert await get(api, f"/{session}/{path}{more}offset={known}")
 
 
-@ON_BOTH
+@ON_BOTH_SLOWLY
 async def test_a_session_of_which_a_part_is_deleted_has_no_trajectory(
     serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

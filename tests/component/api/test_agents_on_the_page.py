@@ -17,7 +17,7 @@ from skyrl.api.ui import agent_sessions
 from skyrl.api.ui.agent_sessions import MAX_PARTS, MAX_TEXT, MAX_TURNS, shown_turns
 from skyrl.base.tiny import model_path
 from skyrl.base.types.agents import EndReason, ForkReason
-from tests.postgres_server import ON_BOTH
+from tests.postgres_server import ON_BOTH_SLOWLY
 
 OTHER = {"X-API-Key": "tml-two"}
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x1b[31m"
@@ -41,7 +41,7 @@ async def ask(api: Api, path: str, status: int = 200, **headers: str) -> Any:
     return answer.json()
 
 
-@ON_BOTH
+@ON_BOTH_SLOWLY
 async def test_the_page_shows_a_tenants_own_sessions_newest_first(api: Api) -> None:
     first, second, theirs = await create(api, "first"), await create(api, HOSTILE), await create(api, "t", **OTHER)
     await add(api, first, "t1")
@@ -60,7 +60,7 @@ async def test_the_page_shows_a_tenants_own_sessions_newest_first(api: Api) -> N
     assert (await ask(api, f"agents/{theirs}", 200, **OTHER))["session"]["turns"] == 1
 
 
-@ON_BOTH
+@ON_BOTH_SLOWLY
 async def test_a_turn_has_its_place_its_numbers_and_what_was_said(api: Api) -> None:
     session = await create(api, "one")
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

@@ -24,9 +24,9 @@ from skyrl.runtime.processes.runtime import Runtime
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import models
-from tests.postgres_server import ON_BOTH
+from tests.postgres_server import ON_BOTH_SLOWLY
 
-pytestmark = ON_BOTH
+pytestmark = ON_BOTH_SLOWLY
 
 SIZE = 1_000
 KEY = {"X-Idempotency-Key": "once"}

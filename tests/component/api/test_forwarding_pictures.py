@@ -147,32 +147,6 @@ async def test_a_sample_that_is_sent_again_has_its_files_again(
     assert files.reads == 2
 
 
-async def test_an_aborted_sample_is_sent_again(client: ForwardingClient, upstream: FakeUpstream) -> None:
-    choice = {"index": 0, "finish_reason": "abort", "token_ids": [], "logprobs": None}
-    script.append(reply(200, {"choices": [choice], "prompt_token_ids": None}))
-    assert tokens_of(await client.sample(JOB)) == [[0, 1, 2]]
-    assert client.counts["aborted"] == 1
-
-
-async def test_a_lost_adapter_is_loaded_and_the_sample_sent_again(
-    client: ForwardingClient, upstream: FakeUpstream
-) -> None:
-    script.append(error(404, "The model `m1@1` does not exist.", "model"))
-    assert tokens_of(await client.sample(ADAPTER)) == [[0, 1, 2]]
-    assert [load.json["lora_name"] for load in upstream.loads] == ["m1@1"]
-    assert [sent["model"] for sent in requests(upstream)] == ["m1@1", "m1@1"]
-
-
-async def test_a_cancelled_sample_closes_its_connection(client: ForwardingClient, upstream: FakeUpstream) -> None:
-    script.append(never)
-    sample = asyncio.create_task(client.sample(JOB))
-    await upstream.until(lambda server: server.busy == 1)
-    sample.cancel()
-    await upstream.until(lambda server: server.disconnects == 1)
-    with pytest.raises(asyncio.CancelledError):
-        await sample
-
-
 async def test_prompt_logprobs_of_several_samples_are_asked_for_apart(
     client: ForwardingClient, upstream: FakeUpstream
 ) -> None:
@@ -220,15 +194,6 @@ async def test_a_server_without_the_route_fails_the_sample_with_the_reason(
     assert failed.category is ErrorCategory.SERVER
     assert message in str(failed)
     assert upstream.loads == []
-
-
-async def test_a_refused_sample_fails_with_vllms_words(client: ForwardingClient) -> None:
-    script.append(error(400, "At most 0 image(s) may be provided in one prompt.", "image"))
-    failed = await failure_of(client)
-    assert (failed.category, str(failed)) == (
-        ErrorCategory.USER,
-        "image: At most 0 image(s) may be provided in one prompt.",
-    )
 
 
 async def test_a_file_that_is_not_stored_any_more_fails_its_sample_alone(

@@ -4,7 +4,6 @@ tenants."""
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from sqlalchemy import delete, select, update
 import skyrl.api.routes.futures
 import skyrl.api.server
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.engine_state import publish_training, publish_url
+from skyrl.storage.db.engine_state import publish_training
 from skyrl.storage.db.futures import futures
 from skyrl.storage.db.sessions import sessions
 
@@ -117,19 +116,6 @@ async def test_a_failed_sample_keeps_its_error_category_after_a_restart(
         assert (await api.result(request_id)).json() == failed
 
 
-async def test_sample_waits_for_the_engine_to_publish(
-    api: Api, upstream: FakeUpstream, database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    database.write(lambda c: publish_url(c, None))
-    request_id = (await api.sample(await api.sampler(), 1))["request_id"]
-    monkeypatch.setattr(skyrl.api.routes.futures, "HOLD_S", 0.1)
-    assert (await api.result(request_id)).status_code == 408
-    assert not upstream.requests
-    database.write(lambda c: publish_url(c, upstream.url))
-    monkeypatch.setattr(skyrl.api.routes.futures, "HOLD_S", LONG_S)
-    assert tokens(await api.result(request_id)) == [[0, 1, 2]]
-
-
 async def test_200_samples_at_once_succeed(api: Api, upstream: FakeUpstream, database: Database) -> None:
     go = asyncio.Event()
     upstream.default = after(go, complete())
@@ -164,17 +150,6 @@ async def test_a_finished_session_drops_its_samples(api: Api, upstream: FakeUpst
     await settled(api)
     upstream.default = complete()
     assert tokens(await api.result((await api.sample(other, 1))["request_id"])) == [[0, 1, 2]]
-
-
-async def test_a_finished_session_accepts_no_samples(api: Api, database: Database) -> None:
-    sampler = await api.sampler()
-    await api.finish(sampler)
-    # this route reads the session from the database again
-    assert (await api.http.get(f"/api/v1/samplers/{sampler}")).status_code == 200
-    refused = await api.post("asample", sample_body(sampler, 1))
-    assert refused.status_code == 404  # after a 410 the SDK would send the sample again for hours
-    assert refused.json()["field"] == "sampling_session_id"
-    assert rows(database) == []
 
 
 async def test_a_waiting_poll_gets_the_result_even_if_its_row_was_deleted(
@@ -381,62 +356,3 @@ async def test_samples_beyond_the_bound_in_bytes_get_429(
 
 
 # Tenants
-
-
-async def test_another_tenant_cannot_use_a_session_or_its_requests(
-    api: Api, upstream: FakeUpstream, database: Database
-) -> None:
-    sampler = await api.sampler()
-    session = session_of(sampler)
-    request_id = (await api.sample(sampler, 1))["request_id"]
-    await api.result(request_id)
-    other = {"X-API-Key": "tml-two"}
-    refusals = {
-        "asample": (await api.post("asample", sample_body(sampler, 2), **other), "sampling_session_id"),
-        "result": (await api.result(request_id, **other), "request_id"),
-        "sampler": (await api.http.get(f"/api/v1/samplers/{sampler}", headers=other), "sampler_id"),
-        "session": (await api.http.get(f"/api/v1/sessions/{session}", headers=other), "session_id"),
-        "heartbeat": (await api.post("session_heartbeat", {"session_id": session}, **other), "session_id"),
-        "finish": (await api.post(f"sessions/{session}/finish", {}, **other), "session_id"),
-        "sampling session": (
-            await api.post(
-                "create_sampling_session",
-                {"session_id": session, "sampling_session_seq_id": 1, "base_model": BASE},
-                **other,
-            ),
-            "session_id",
-        ),
-        "model": (
-            await api.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": BASE}, **other),
-            "session_id",
-        ),
-    }
-    for route, (answer, field) in refusals.items():
-        assert answer.status_code == (410 if route == "result" else 404), route
-        assert answer.json()["field"] == field, route
-    plain = await api.post("retrieve_future", {"request_id": request_id}, **other)
-    assert plain.status_code == 404
-    assert (await api.http.get("/api/v1/sessions", headers=other)).json() == {"sessions": []}
-    assert rows(database) == [DONE]
-    assert tokens(await api.result(request_id)) == [[0, 1, 2]]
-    assert (await api.post("session_heartbeat", {"session_id": session})).status_code == 200
-
-
-async def test_a_result_from_the_database_is_returned_to_its_tenant_only(serve: Serve) -> None:
-    async with serve() as api:
-        request_id = (await api.sample(await api.sampler(), 1))["request_id"]
-        await api.result(request_id)
-    async with serve() as api:
-        assert (await api.result(request_id, **{"X-API-Key": "tml-two"})).status_code == 410
-        assert tokens(await api.result(request_id)) == [[0, 1, 2]]
-
-
-async def test_an_unknown_request_id_gets_410_or_404(api: Api) -> None:
-    lost = await api.result("nobody-knows")
-    assert lost.status_code == 410
-    assert json.loads(lost.content) == {
-        "detail": "request_id: no request 'nobody-knows'",
-        "field": "request_id",
-        "request_id": lost.headers["x-request-id"],
-    }
-    assert (await api.post("retrieve_future", {"request_id": "nobody-knows"})).status_code == 404

@@ -1,22 +1,39 @@
-"""What a new user of the server meets first: its root page, unknown paths, wrong kinds of weights, and readiness."""
+"""What a new user of the server meets first: its start, its root page, unknown paths, wrong kinds of weights, a
+disk that is full."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from api_harness import BASE, Api, Serve, session_of
 from fake_upstream import FakeUpstream
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, text
 
 from skyrl import __version__
 from skyrl.api import served
+from skyrl.api.bodies import SMALL_BYTES
 from skyrl.api.served import Readiness
+from skyrl.api.server import open_services
+from skyrl.base.config.loading import load_config
+from skyrl.runtime.processes.host_resources import SPARE_DISK_BYTES
+from skyrl.runtime.processes.runtime import Runtime
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
+from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.models import models
+from tests.postgres_server import ON_BOTH
 
 
 async def test_the_root_describes_the_server_and_names_existing_paths_only(api: Api) -> None:
@@ -181,3 +198,84 @@ async def test_a_cancelled_probe_does_not_cancel_the_shared_check() -> None:
     await asyncio.sleep(0)
     go.set()
     assert await second == ["found"]
+
+
+BUILD = """
+import sys
+from pathlib import Path
+
+from skyrl.api.access import Tokens
+from skyrl.api.services import Services
+from skyrl.api.signed_links import SignedUrls
+from skyrl.base.config.server import ServerConfig
+from skyrl.inference.features import InferenceFeatures
+from skyrl.runtime.processes.runtime import Runtime
+
+OPENING = ("open", "os.listdir", "os.mkdir", "os.scandir", "socket.__new__", "sqlite3.connect", "subprocess.Popen",
+           "_thread.start_new_thread")
+seen = []
+directory = Path(sys.argv[1])
+runtime = Runtime(ServerConfig(base_model="acme/base", state_dir=directory / "state"), directory, None, None)
+state, features = runtime.config.state_dir, InferenceFeatures(False, False, False)
+parts = runtime, Tokens.open(state), SignedUrls.open(state, None), [features]
+Services(*parts)  # imports what is imported late
+sys.addaudithook(lambda event, given: seen.append((event, given)) if event in OPENING else None)
+Services(*parts)
+print(*seen, sep="\\n", end="")
+"""
+
+
+def test_building_an_api_process_opens_no_file_no_socket_and_no_thread(tmp_path: Path) -> None:
+    ran = subprocess.run([sys.executable, "-c", BUILD, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert ran.stdout == ""
+
+
+@ON_BOTH
+@pytest.mark.parametrize("missing", ["api_keys", "api_processes"], ids=["first read", "first write"])
+async def test_a_start_that_fails_closes_what_it_has_opened(tmp_path: Path, migrated_url: str, missing: str) -> None:
+    with closing(Database(migrated_url)) as database:
+        database.write(lambda c: c.execute(text(f"DROP TABLE {missing}")))
+    config = load_config({"base_model": BASE, "state_dir": tmp_path, "database_url": migrated_url})
+    open_before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(DatabaseError, match=missing):
+        async with open_services(Runtime(config, tmp_path, None, "key")):
+            pass
+    assert "group-commit" not in {thread.name for thread in threading.enumerate()}
+    assert set(os.listdir("/proc/self/fd")) <= open_before  # garbage of an earlier test may have been closed meanwhile
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".sock")]
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Less space is free than the server keeps in reserve."""
+    usage = SimpleNamespace(free=60 * 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    return usage
+
+
+async def test_readyz_reports_the_full_disk_and_the_server_stays_ready(api: Api, full: SimpleNamespace) -> None:
+    deadline = time.monotonic() + 60
+    while True:  # an earlier answer may be cached for a while
+        answer = await api.http.get("/readyz")
+        (reason,) = answer.json()["reasons"] or [""]
+        if reason or time.monotonic() > deadline:
+            break
+    assert answer.status_code == 200
+    assert answer.json()["ready"] is True
+    assert reason.startswith("disk: the server's disk has 60 MiB free, less than the 512 MiB")
+
+
+async def test_a_large_pass_is_refused_with_headers_that_make_the_sdk_print_the_reason(
+    api: Api, full: SimpleNamespace
+) -> None:
+    body = b"x" * (SMALL_BYTES + 1)
+    answer = await api.http.post("/api/v1/forward_backward", content=body)
+    assert answer.status_code == 503
+    assert answer.json()["detail"].startswith("the server's disk is full")
+    assert answer.headers["x-should-retry"] == "false"
+    assert answer.headers["x-deprecation-level"] == "error"
+    assert answer.headers["x-deprecation-note"] == answer.json()["detail"]
+    assert float(answer.headers["retry-after"]) > 0
+    full.free = SPARE_DISK_BYTES + 2 * len(body)
+    answer = await api.http.post("/api/v1/forward_backward", content=body)
+    assert answer.status_code == 400, "the body is read now, and is invalid"

@@ -18,9 +18,9 @@ from skyrl.storage.db import keys as key_rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.keys import SCOPES, ApiKey, Scope, api_keys
 from skyrl.storage.db.row_caches import Keys
-from tests.postgres_server import ON_BOTH
+from tests.postgres_server import ON_BOTH_SLOWLY
 
-pytestmark = ON_BOTH
+pytestmark = ON_BOTH_SLOWLY
 
 CHECKPOINT = "training_runs/s:train:0/checkpoints/weights/n"
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,9 +27,6 @@ def ask(database):
 
 async def sleeps(clock):
     clock.sleep(0)
-
-async def waits_for(future):
-    return future.result()
 """
 """Compiled as if the source were a module of skyrl."""
 
@@ -71,14 +66,6 @@ async def test_a_waiting_coroutine_of_skyrl_is_recorded_with_its_place(
     assert len(recorded_waits) == 2
 
 
-async def test_a_waiting_callback_of_skyrl_is_recorded(
-    recorded_waits: list[str], skyrl_code: Any, database: Database
-) -> None:
-    asyncio.get_running_loop().call_soon(skyrl_code.ask, database)
-    await asyncio.sleep(0)
-    assert len(recorded_waits) == 1
-
-
 async def test_waits_on_worker_threads_and_waits_of_tests_are_not_recorded(
     recorded_waits: list[str], skyrl_code: Any, database: Database
 ) -> None:
@@ -86,24 +73,3 @@ async def test_waits_on_worker_threads_and_waits_of_tests_are_not_recorded(
     assert database.read(lambda _: 2) == 2
     assert skyrl_code.ask(database) == 1
     assert recorded_waits == []
-
-
-async def test_a_finished_future_is_not_recorded_and_a_pending_one_is(
-    recorded_waits: list[str], skyrl_code: Any
-) -> None:
-    done: Future[int] = Future()
-    done.set_result(7)
-    assert await skyrl_code.waits_for(done) == 7
-    assert recorded_waits == []
-    pending: Future[int] = Future()
-
-    def end_when_recorded() -> None:
-        deadline = time.monotonic() + 60
-        while not recorded_waits and time.monotonic() < deadline:
-            time.sleep(0.005)
-        pending.set_result(8)
-
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(end_when_recorded)
-        assert await skyrl_code.waits_for(pending) == 8
-    assert ["Future.result" in each for each in recorded_waits] == [True]

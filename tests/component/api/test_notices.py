@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from engine_harness import until
 
 from skyrl.storage.db.database import postgres_conninfo
-from skyrl.storage.notices import MAX_PAYLOAD, Notifier, PeerNotices, PostgresNotify
+from skyrl.storage.notices import MAX_PAYLOAD, PostgresNotify
 from tests.postgres_server import ON_POSTGRES, PostgresServer
 
 pytestmark = ON_POSTGRES
@@ -73,42 +72,3 @@ async def test_notices_arrive_again_after_the_connections_broke(
     await wait_until_connected(*two)
     two[0].notices.send(["word"])
     await until(lambda: two[1].received == ["word"])
-
-
-async def test_an_api_process_hears_of_requests_that_ended_in_the_other(migrated_url: str, tmp_path: Path) -> None:
-    received: dict[str, list[PeerNotices]] = {"one/0": [], "two/0": []}
-
-    def start(name: str) -> tuple[Notifier, asyncio.Task[None]]:
-        async def hear(notices: PeerNotices) -> None:
-            received[name].append(notices)
-
-        async def ignore(_: list[str]) -> None:
-            """This test has no engine, so nothing rings."""
-
-        directory = tmp_path / name.replace("/", "-")
-        directory.mkdir()
-        notifier = Notifier(
-            name,
-            own_doorbell=directory / "a.sock",
-            engine_doorbells=[directory / "e.sock"],
-            postgres_conninfo=postgres_conninfo(migrated_url),
-        )
-        notifier.listen(ignore, hear)
-        notifier.peers.living = frozenset(received) - {name}
-        return notifier, asyncio.create_task(notifier.run())
-
-    one, two = start("one/0"), start("two/0")
-
-    def send_and_check() -> bool:
-        """Send notices until one arrives; earlier ones are lost, because the other process does not listen yet."""
-        one[0].peers.request_ended("r1", "s1:sample:0")
-        return bool(received["two/0"])
-
-    await until(send_and_check)
-    assert received["two/0"][0] == PeerNotices(["r1"], ["s1:sample:0"], [])
-    assert received["one/0"] == [], "a process does not receive its own notices"
-    for notifier, running in (one, two):
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
-        await notifier.close()

@@ -17,7 +17,6 @@ from openai_requests import (
     PATH,
     PROMPT,
     RUN,
-    TOTAL,
     TWO,
     USAGE,
     Connection,
@@ -31,17 +30,14 @@ from openai_requests import (
     refusal,
     save,
 )
-from sqlalchemy import delete, select
+from sqlalchemy import select
 
 from skyrl.api.table import BodyMemoryHook
 from skyrl.base.tiny import tools
 from skyrl.inference import features
 from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
-from skyrl.storage.db import keys
 from skyrl.storage.db import quotas as quota_rows
-from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.engine_state import publish_url
 from skyrl.storage.db.futures import futures
 from skyrl.storage.db.usage import UsageKind
 
@@ -264,13 +260,6 @@ async def test_a_checkpoint_of_another_base_is_a_400_that_names_the_model(api: A
         assert refusal(await ask(api, PROMPT | {"model": name})) == (400, "model", None)
 
 
-async def test_a_checkpoint_is_not_served_after_its_deletion(api: Api, database: Database) -> None:
-    save(database)
-    assert (await ask(api, PROMPT | {"model": PATH})).status_code == 200
-    database.write(lambda c: c.execute(delete(checkpoints)))
-    assert refusal(await ask(api, PROMPT | {"model": PATH})) == (404, "model", "model_not_found")
-
-
 # Turns and bounds
 
 
@@ -288,40 +277,6 @@ async def test_requests_of_a_tenant_that_has_waiting_ones_come_after_those_of_an
     *own, other = [request.json["priority"] for request in upstream.completions]
     assert own == sorted(own)
     assert other < own[1]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_another_tenants_request_comes_where_the_replica_is_that_is_behind(
-    api: Api, upstream: FakeUpstream, stream: bool
-) -> None:
-    """Of three requests, one replica has answered the first, and another one the last."""
-    replicas = {0: "http://behind", 2: "http://ahead"}
-
-    async def answer(request: Received, writer: asyncio.StreamWriter) -> None:
-        replica = replicas.get(request.json["seed"])
-        if replica is None:
-            await never(request, writer)
-        elif stream:
-            await events(piece("hi", 2, "stop"), TOTAL, replica=replica)(request, writer)
-        else:
-            await reply(200, answer_of(request), X_Skyrl_Worker=replica)(request, writer)
-
-    go = asyncio.Event()
-    upstream.default = after(go, answer)
-    mine = []
-    for number in range(3):
-        mine.append(asyncio.create_task(ask(api, PROMPT | {"seed": number, "stream": stream})))
-        await upstream.until(lambda server, busy=number + 1: server.busy == busy)
-    go.set()
-    first, between, last = mine
-    assert [answered.status_code for answered in await asyncio.gather(first, last)] == [200, 200]
-    theirs = asyncio.create_task(ask(api, PROMPT | {"seed": 3}, **{"X-API-Key": "tml-two"}))
-    await upstream.until(lambda server: len(server.completions) == 4)
-    for waiting in (between, theirs):
-        waiting.cancel()
-    await asyncio.gather(between, theirs, return_exceptions=True)
-    *own, other = [request.json["priority"] for request in upstream.completions]
-    assert other == own[0] < own[1]
 
 
 async def test_a_request_above_the_bounds_of_the_process_is_a_429(serve: Serve, upstream: FakeUpstream) -> None:
@@ -446,24 +401,9 @@ async def test_errors_that_no_handler_makes_have_openais_shape_too(
         assert "secret" not in broken.text
 
 
-async def test_a_key_without_the_scope_is_refused_in_openais_shape(serve: Serve, database: Database) -> None:
-    text, _ = database.write(lambda c: keys.create(c, tenant=None, name="k", scopes=("train",), expires_at=None))
-    async with serve(api_keys="managed") as api:
-        refused = await ask(api, PROMPT, **{"X-API-Key": text})
-    assert refusal(refused) == (403, None, "insufficient_permissions")
-
-
 async def test_a_server_that_colocates_says_that_it_serves_no_completions(serve: Serve) -> None:
     async with serve(backend_config={"trainer": {"placement": {"colocate_all": True}}}) as api:
         assert api.services.served[0].openai is None
         refused = await ask(api, PROMPT)
         assert (await api.http.get("/v1/models")).status_code == 200
     assert refusal(refused) == (501, None, None)
-
-
-async def test_requests_wait_for_the_engine_to_publish(api: Api, upstream: FakeUpstream, database: Database) -> None:
-    database.write(lambda c: publish_url(c, None))
-    running = asyncio.create_task(ask(api, PROMPT))
-    await until(lambda: len(api.services.openai_in_flight) == 1)
-    database.write(lambda c: publish_url(c, upstream.url))
-    assert (await running).status_code == 200

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from engine_harness import WAIT_S, Harness, Trainer, asleep, harness_in, until
-from sqlalchemy import select, update
+from engine_harness import WAIT_S, Harness, Trainer, asleep, until
+from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
 
 import skyrl.api.routes.futures
@@ -30,13 +30,6 @@ from skyrl.storage.db.models import models
 from tests.databases import make_tables
 
 BASE = "acme/base"
-
-
-@pytest.fixture
-async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    async with harness_in(tmp_path / "state") as harness:
-        await harness.start()
-        yield harness
 
 
 @pytest.fixture
@@ -165,52 +158,6 @@ async def test_a_poll_that_ends_with_500_is_held_for_a_while(
 
 
 # Steps that failed before a crash
-
-
-async def restart(harness: Harness) -> None:
-    """Without last snapshots, so that commands are repeated."""
-    await harness.crash()
-    await harness.start()
-
-
-async def test_recovery_does_not_repeat_a_step_that_failed_by_a_server_error(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The failed step left the model and its gradient unchanged. Repeated, the step would succeed and change the
-    weights."""
-    trainer = await Trainer.create(harness)
-    await trainer.step(1)
-    await trainer.result(await trainer.forward_backward(2))
-
-    def out_of_memory(*_: object) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(harness.backend, "optim_step", out_of_memory)
-        failed = await trainer.outcome(await trainer.optim_step())
-    assert failed.error_category == "server"
-    before = await trainer.state()
-    await restart(harness)
-    assert await trainer.state() == before
-    assert (await trainer.result(await trainer.optim_step()))["metrics"]["optimizer_step"] == 2
-
-
-async def test_recovery_does_not_retry_a_step_that_failed_by_its_gradient(harness: Harness) -> None:
-    """The client was told that the step failed and dropped the gradient. The repetition must not try the step again,
-    even if the step would succeed now."""
-    trainer, other = await Trainer.create(harness), await Trainer.create(harness)
-    new = await trainer.state()
-    for each in (trainer, other):
-        await each.step(1)
-    step = select(rows.futures.c.id).where(
-        rows.futures.c.model_id == trainer.model_id, rows.futures.c.kind == Kind.OPTIM_STEP
-    )
-    as_failed = update(rows.futures).values(status="failed", error="not finite", error_category="user")
-    harness.database.write(lambda c: c.execute(as_failed.where(rows.futures.c.id.in_(step))))
-    await restart(harness)
-    assert await trainer.state() == new
-    assert (await trainer.step(2))["optimizer_step"] == 1
-    assert (await other.step(2))["optimizer_step"] == 2
 
 
 async def test_a_refusal_that_could_not_be_written_is_written_later(

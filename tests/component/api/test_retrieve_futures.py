@@ -18,9 +18,9 @@ import skyrl.api.routes.futures
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import SETTLE, Outcome, futures, settlement
 from skyrl.storage.futures.completion_feed import CLONE_BLOCK
-from tests.postgres_server import ON_BOTH
+from tests.postgres_server import ON_BOTH_SLOWLY
 
-pytestmark = ON_BOTH
+pytestmark = ON_BOTH_SLOWLY
 
 T = TypeVar("T")
 

@@ -1,24 +1,31 @@
-"""An API process of a server with several base models: each request goes to the one that it names, and one that is
-away is nobody else's business."""
+"""An API process of a server with several base models: each request goes to the one that it names, and the status page
+has each of them."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import openai_requests
 import pytest
-from api_harness import Api, sample_body, tokens
+from api_harness import Api, Serve, sample_body, tokens
 from fake_upstream import FakeUpstream
 from two_models import ENTRIES, JUDGE, STUDENT, TEACHER, serving
 
 from skyrl.api.access import tenant_of_key
+from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor, encode_activity
 from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.base.wire.paths import CheckpointKind, parse_path
+from skyrl.inference.metrics import shown
 from skyrl.storage.db.checkpoints import Checkpoint, put
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.engine_state import publish_training, publish_url
-from tests.postgres_server import ON_BOTH
+from skyrl.storage.db.engine_state import beat, publish_training, publish_url
+from skyrl.storage.db.futures import futures
+from tests.postgres_server import ON_BOTH_SLOWLY
 
 
 async def session(api: Api) -> str:
@@ -32,7 +39,7 @@ async def sampler_of(api: Api, session_id: str, base_model: str, seq_id: int) ->
     return answer.json()["sampling_session_id"]
 
 
-@ON_BOTH
+@ON_BOTH_SLOWLY
 async def test_each_sample_goes_to_the_vllm_of_its_base_model(
     two_models: Api, upstreams: dict[str, FakeUpstream]
 ) -> None:
@@ -180,3 +187,184 @@ async def test_a_sample_that_was_pending_at_a_restart_goes_to_its_own_base_model
         assert tokens(await api.result(promise["request_id"]))
     assert len(upstreams[TEACHER].requests) > 0
     assert upstreams[STUDENT].requests == []
+
+
+TOKENS = {STUDENT: "abcd", TEACHER: "abcd", JUDGE: "wxyz!"}
+SENTENCE = (
+    f"this session trains {STUDENT!r} and samples from {JUDGE!r}, whose tokenizers differ: 0 of 5 token ids mean the "
+    "same in both, and no other id may go from one to the other"
+)
+
+
+@pytest.fixture
+async def tokenized(shared: Database, tmp_path: Path, upstreams: dict[str, FakeUpstream]) -> AsyncIterator[Api]:
+    """Student and teacher have one tokenizer, the judge has another."""
+    judge = {"base_model": JUDGE, "uses": ["sample"], "external_inference_url": upstreams[JUDGE].url}
+    entries: list[dict[str, Any]] = []
+    for entry in (*ENTRIES, judge):
+        name = str(entry["base_model"])
+        directory = tmp_path / name
+        directory.mkdir(parents=True)
+        vocab = {token: number for number, token in enumerate(TOKENS[name])}
+        (directory / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": vocab}}))
+        entries.append(entry | {"tokenizer_id": str(directory)})
+    async with serving(shared, tmp_path / "state", entries) as running:
+        yield running
+
+
+async def train(api: Api, session_id: str, base_model: str) -> str | None:
+    """Begin to train; the sentence that the SDK logs."""
+    wanted = {"session_id": session_id, "model_seq_id": 0, "base_model": base_model}
+    return note_of(await api.post("create_model", wanted))
+
+
+async def sample(api: Api, session_id: str, base_model: str, number: int = 0) -> str | None:
+    """The same for a sampling client."""
+    wanted = {"session_id": session_id, "sampling_session_seq_id": number, "base_model": base_model}
+    return note_of(await api.post("create_sampling_session", wanted))
+
+
+def note_of(answer: httpx.Response) -> str | None:
+    assert answer.status_code == 200, answer.text
+    return answer.headers.get("x-deprecation-note")
+
+
+async def test_whichever_comes_second_the_session_is_told(tokenized: Api) -> None:
+    first, second = await session(tokenized), await session(tokenized)
+    assert await train(tokenized, first, "student") is None
+    assert await sample(tokenized, first, JUDGE) == SENTENCE
+    assert await sample(tokenized, second, JUDGE) is None
+    assert await train(tokenized, second, STUDENT) == SENTENCE
+
+
+async def test_a_teacher_with_the_students_tokenizer_is_no_news(tokenized: Api) -> None:
+    mine = await session(tokenized)
+    assert await train(tokenized, mine, STUDENT) is None
+    assert await sample(tokenized, mine, TEACHER) is None
+    assert await sample(tokenized, mine, STUDENT, 1) is None
+
+
+async def test_a_session_that_only_samples_is_told_nothing(tokenized: Api) -> None:
+    mine = await session(tokenized)
+    await train(tokenized, await session(tokenized), STUDENT)
+    assert [await sample(tokenized, mine, name, number) for number, name in enumerate((TEACHER, JUDGE))] == [None, None]
+
+
+async def test_a_token_id_outside_of_the_vocabulary_names_the_base_model(tokenized: Api) -> None:
+    mine = await session(tokenized)
+    sampler = {"session_id": mine, "sampling_session_seq_id": 0, "base_model": TEACHER}
+    teacher = (await tokenized.post("create_sampling_session", sampler)).json()["sampling_session_id"]
+    reason = f"[0, 50), the vocabulary of {TEACHER!r}: the id may come from another base model's tokenizer"
+    target = {"data": [50, 1], "dtype": "int64", "shape": [2, 1]}
+    refused = {
+        f"prompt: token id 999 is not in {reason}": {"prompt": [1, 999]},
+        f"target_prompt_logprobs: token id 50 is neither -1 nor in {reason}": {"target_prompt_logprobs": target},
+    }
+    for message, changes in refused.items():
+        answer = await tokenized.post("asample", sample_body(teacher, 0, **changes))
+        assert (answer.status_code, answer.json()["detail"]) == (400, message)
+    answer = await tokenized.http.post("/v1/completions", json={"model": TEACHER, "prompt": [999], "max_tokens": 1})
+    assert answer.json()["error"]["message"].endswith(f"token id 999 is not in {reason}")
+
+
+async def test_a_server_with_one_base_model_names_none(serve: Serve) -> None:
+    async with serve() as one:
+        answer = await one.post("asample", sample_body(await one.sampler(), 0, prompt=[1, 1000]))
+    assert answer.json()["detail"] == "prompt: token id 1000 is not in [0, 1000)"
+
+
+TENANT = tenant_of_key("tml-one")
+OLD_S = 1000.0
+
+
+async def ask(api: Api, path: str) -> Any:
+    for model in api.services.served:  # readiness is looked up once a second
+        model.readiness._readiness._found = None
+    answer = await api.http.get(f"/ui/api/{path}")
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def new_run(api: Api) -> str:
+    session = (await api.post("create_session", {})).json()["session_id"]
+    answer = await api.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": STUDENT})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["model_id"]
+
+
+async def test_each_base_model_has_its_use_and_its_reasons(two_models: Api, shared: Database) -> None:
+    reason = "base_model: there is no directory /models/student"
+    shared.write(lambda c: publish_training(c, ready=False, reason=reason, key=STUDENT))
+    server = (await ask(two_models, "state"))["server"]
+    assert server["ready"] is True
+    assert server["base_models"] == [
+        {"name": STUDENT, "uses": ["train", "sample"], "ready": False, "reasons": [f"training: {reason}"]},
+        {"name": TEACHER, "uses": ["sample"], "ready": True, "reasons": []},
+        {"name": JUDGE, "uses": ["sample"], "ready": True, "reasons": []},
+    ]
+    assert (await ask(two_models, f"runs/{await new_run(two_models)}"))["server"] == server
+
+
+@ON_BOTH_SLOWLY
+async def test_what_stands_still_is_said_with_its_base_model_and_hides_nothing_of_another(
+    two_models: Api, shared: Database
+) -> None:
+    """The teacher's vLLM is away: its old sample is not named, and the student's is."""
+    run = await new_run(two_models)
+    waits = ModelActivity(TENANT, WaitsFor.GAP, time.time() - 60, "OPTIM_STEP", 4, 2)
+    shared.write(lambda c: beat(c, encode_activity(EngineActivity({run: waits})), STUDENT))
+    for name in (STUDENT, TEACHER):
+        shared.write(lambda c, name=name: publish_url(c, None, name))
+        await two_models.sample(await two_models.sampler(base_model=name), 0)
+    shared.write(lambda c: c.execute(futures.update().values(created_at=time.time() - OLD_S)))
+    shared.write(lambda c: publish_url(c, "http://127.0.0.1:9", STUDENT))
+    state = await ask(two_models, "state")
+    assert [(one["run"], one["sentence"]) for one in state["stuck"]] == [
+        (run, state["runs"][0]["sentence"]),
+        (None, f"{TEACHER}: nothing can be sampled now: no inference server has been published"),
+    ]
+    assert [one["sentence"] for one in state["slow"]] == [f"{STUDENT}: 1 sample in flight has no result yet"]
+    assert "command 4 of this model has not arrived" in state["runs"][0]["sentence"]
+    assert state["pending"]["number"] == 3, "of all base models together"
+
+
+async def test_the_box_has_the_parts_of_each_base_model(two_models: Api, shared: Database) -> None:
+    shared.write(lambda c: beat(c, encode_activity(EngineActivity(run_s={"STEP": 2.0})), STUDENT))
+    text = "# HELP vllm:num_requests_running R.\n# TYPE vllm:num_requests_running gauge\n"
+    for number, model in enumerate(two_models.services.served):
+        line = f'{text}vllm:num_requests_running{{engine="0",model_name="m"}} {number}\n'
+        role = model.config.role
+        two_models.services.published_metrics.write(f"{role.process('vllm')}-0", shown(line, 0, role.labels))
+    box = await ask(two_models, "box")
+    models = {model["name"]: model for model in box["base_models"]}
+    assert list(models) == [STUDENT, TEACHER, JUDGE]
+    assert models[STUDENT]["trainer"]["run_s"] == {"STEP": 2.0}
+    assert [models[name]["trainer"] for name in (TEACHER, JUDGE)] == [None, None]
+    assert [model["vllm"] for model in models.values()] == [[{"replica": 0, "running": n}] for n in (0, 1, 2)]
+    assert [model["inference"]["published"] for model in models.values()] == [True, True, False]
+    assert set(box) == {
+        "server",
+        "base_models",
+        "api_processes",
+        "pending",
+        "quotas",
+        "disk",
+        "database_bytes",
+    }, "what belongs to a base model stands there alone"
+    assert [model["ready"] for model in models.values()] == [True, True, True]
+
+
+async def test_the_page_of_one_base_model_names_none(api: Api) -> None:
+    box = await ask(api, "box")
+    assert "base_models" not in box
+    assert "base_models" not in box["server"]
+    assert {"trainer", "inference", "models", "adapters", "vllm"} <= set(box)
+
+
+async def test_usage_is_counted_for_each_base_model(two_models: Api) -> None:
+    for name in (STUDENT, TEACHER):
+        promise = await two_models.sample(await two_models.sampler(base_model=name), 0)
+        assert (await two_models.result(promise["request_id"])).status_code == 200
+    await two_models.usage.flush()
+    lines = {line["base_model"]: line["sampled"] for line in (await ask(two_models, "usage"))["usage"]}
+    assert lines == {STUDENT: 3, TEACHER: 3}

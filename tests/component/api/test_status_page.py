@@ -33,7 +33,7 @@ from skyrl.storage.db.run_steps import CURVE_POINTS, StepSums, add_passes, end_s
 from skyrl.storage.db.samplers import samplers
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.db.usage import count_training
-from tests.postgres_server import ON_BOTH
+from tests.postgres_server import ON_BOTH_SLOWLY
 
 TENANT, OTHER = tenant_of_key("tml-one"), {"X-API-Key": "tml-two"}
 HTML = {"Accept": "text/html,application/xhtml+xml"}
@@ -67,7 +67,7 @@ def save(connection: Connection, run: str, name: str) -> None:
     put(connection, Checkpoint(path, TENANT, "key", None, BASE, LoraSpec(4, 32.0, 1), 123, False, None, 1.0, None))
 
 
-@ON_BOTH
+@ON_BOTH_SLOWLY
 async def test_the_page_gets_what_the_tenant_has_and_nothing_of_another(api: Api, database: Database) -> None:
     run, theirs = await new_run(api), await new_run(api, "their secret", **OTHER)
     sampler, their_sampler = await api.sampler(), await api.sampler(**OTHER)
@@ -100,7 +100,7 @@ async def test_the_page_gets_what_the_tenant_has_and_nothing_of_another(api: Api
     assert (await ask(api, "runs/unknown", 404))["detail"] == "run_id: no run 'unknown'"
 
 
-@ON_BOTH
+@ON_BOTH_SLOWLY
 async def test_a_download_of_the_command_line_is_no_run(api: Api, database: Database) -> None:
     run, download, plain = await new_run(api, "fox"), await new_run(api), await new_run(api)
 
@@ -114,7 +114,7 @@ async def test_a_download_of_the_command_line_is_no_run(api: Api, database: Data
     assert (await ask(api, f"runs/{download}"))["id"] == download, "who knows its id may look at it"
 
 
-@ON_BOTH
+@ON_BOTH_SLOWLY
 async def test_a_checkpoint_of_a_run_that_is_not_shown_has_its_name(
     api: Api, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +130,7 @@ async def test_a_checkpoint_of_a_run_that_is_not_shown_has_its_name(
         assert {line["run"]: line["name"] for line in lines} == {old: "old", new: "new"}
 
 
-@ON_BOTH
+@ON_BOTH_SLOWLY
 async def test_samplers_stand_under_their_run_the_newest_ten_and_a_count(api: Api, database: Database) -> None:
     """200 saves of one run hide neither the base model's samplers nor those of another run."""
     many, few, first = await new_run(api, "many"), await new_run(api, "few"), await api.sampler()
@@ -164,7 +164,7 @@ async def test_samplers_stand_under_their_run_the_newest_ten_and_a_count(api: Ap
     assert versions[2] == [f"{few}@1", f"{few}@2"]
 
 
-@ON_BOTH
+@ON_BOTH_SLOWLY
 async def test_the_curve_of_a_run_has_its_whole_history_in_few_points(api: Api, database: Database) -> None:
     long, short, none = await new_run(api, "long"), await new_run(api, "short"), await new_run(api, "none")
 
@@ -200,7 +200,7 @@ async def test_the_runs_with_the_newest_requests_alone_have_curves(
     assert shown == {new: [1, 2], old: []}
 
 
-@ON_BOTH
+@ON_BOTH_SLOWLY
 async def test_a_run_has_its_history_and_checkpoints(api: Api, database: Database) -> None:
     run, other = await new_run(api), await new_run(api)
     database.write(lambda c: train(c, run, 4))

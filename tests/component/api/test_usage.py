@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from api_harness import BASE, Api, Serve, session_of
-from engine_harness import Harness, Trainer, data, harness_in
+from engine_harness import Harness, Trainer, data
 from fake_upstream import FakeUpstream, complete, error
 from sqlalchemy import insert, select
 from sqlalchemy.exc import OperationalError
@@ -107,29 +106,6 @@ async def test_usage_of_samples_counts_the_tokens_sent_and_received(api: Api, up
 
 
 @ON_BOTH
-async def test_a_usage_event_names_tenant_and_time_and_no_price(api: Api) -> None:
-    made = await api.post("create_session", {"user_metadata": {"run": 7}, "project_id": "blue"})
-    session = made.json()["session_id"]
-    wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
-    sampler = (await api.post("create_sampling_session", wanted)).json()["sampling_session_id"]
-    before = time.time()
-    await api.result((await api.sample(sampler, 0))["request_id"])
-    said = await events(api)
-    assert said["sessions"] == {session: {"user_metadata": {"run": "7"}}}
-    for event in said["data"]:
-        start = datetime.fromisoformat(event["bucket_start"])
-        assert start.timestamp() in (bucket_of(before), bucket_of(time.time()))
-        assert datetime.fromisoformat(event["bucket_end"]) - start == timedelta(hours=1)
-        assert event["base_model"] == BASE
-        assert event["user_id"] == user_urn(TENANT)
-        assert event["session_id"] == session
-        assert event["project_id"] == "blue"
-        assert not [name for name in event if "cost" in name or "rate" in name]
-    counts = [event["event_info"]["token_count"] for event in said["data"]]
-    assert counts == sorted(counts, reverse=True)
-
-
-@ON_BOTH
 async def test_counts_survive_a_restart_and_go_on(serve: Serve) -> None:
     async with serve() as api:
         sampler = await api.sampler()
@@ -139,25 +115,6 @@ async def test_counts_survive_a_restart_and_go_on(serve: Serve) -> None:
         for seq_id in (1, 2):
             await api.result((await api.sample(sampler, seq_id))["request_id"])
         assert tokens_by_kind(await events(api), session_of(sampler))[("sampling_sample", None)] == 9
-
-
-@ON_BOTH
-async def test_a_failed_write_of_usage_is_tried_again_and_counts_once(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampler = await api.sampler()
-    await api.result((await api.sample(sampler, 0))["request_id"])
-    counter = api.usage
-
-    async def fail(_: object) -> None:
-        raise OSError("disk full")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(counter._writer, "transact", fail)
-        with pytest.raises(OSError, match="disk full"):
-            await counter.flush()
-    for _ in range(2):
-        assert tokens_by_kind(await events(api), session_of(sampler))[("sampling_sample", None)] == 3
 
 
 @ON_BOTH
@@ -264,13 +221,6 @@ async def test_current_storage_is_reported_by_project(api: Api, database: Databa
 # Training
 
 
-@pytest.fixture
-async def harness(tmp_path: Path) -> Any:
-    async with harness_in(tmp_path / "state") as running:
-        await running.start()
-        yield running
-
-
 def amounts(harness: Harness, session: str) -> dict[str, float]:
     query = select(usage).where(usage.c.session_id == session)
     sums: Counter[str] = Counter()
@@ -297,24 +247,6 @@ async def test_named_saves_count_as_checkpoints(harness: Harness) -> None:
     await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
     await trainer.fails(Kind.SAVE_WEIGHTS, path="a")
     assert amounts(harness, trainer.session.id) == {"checkpoint": 2}
-
-
-async def test_commands_repeated_by_recovery_are_not_counted_again(harness: Harness) -> None:
-    trainer = await Trainer.create(harness)
-    await trainer.step(1)
-    counted = amounts(harness, trainer.session.id)
-    assert counted == {"training": 9 + 14 + 12}
-    dying = await trainer.forward_backward(5, None, 11)
-    await harness.outcome(dying)
-    harness.kill_before_commit_of(lambda _: True)
-    lost = await trainer.forward_backward(6, None, 13)
-    await harness.wait_until_killed()
-    assert amounts(harness, trainer.session.id) == {"training": 35 + 11}, (
-        "a command without a stored outcome is not counted"
-    )
-    await harness.start()
-    await trainer.result(lost)
-    assert amounts(harness, trainer.session.id) == {"training": 35 + 11 + 13}
 
 
 # Commits with a lost answer

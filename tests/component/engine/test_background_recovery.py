@@ -24,13 +24,6 @@ from tests.local_ranks import rank_of
 LONG_AGO_S = 10 * recovery.GONE_S
 
 
-@pytest.fixture
-async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    async with harness_in(tmp_path / "state") as harness:
-        await harness.start()
-        yield harness
-
-
 class SlowRepeats:
     """Holds the engine at each command that is repeated for one model, until the test allows one."""
 
@@ -236,33 +229,6 @@ async def test_a_session_that_ends_while_its_model_is_restored_frees_the_model(
     assert "cannot be restored" not in caplog.text
     await harness.stop()
     assert len(list(harness.config.snapshots_dir.glob("*/*"))) == 1
-
-
-@pytest.mark.parametrize("interval_s", [1e-9, 1e9], ids=["snapshots", "no snapshots"])
-@pytest.mark.parametrize("end", ["crash", "stop"])
-async def test_an_engine_that_ends_while_it_repeats_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval_s: float, end: str
-) -> None:
-    """With snapshots after steps, the next engine repeats what comes behind the last step that was repeated."""
-    async with harness_in(tmp_path / "state") as harness:
-        await harness.start()
-        trainer, other = await Trainer.create(harness), await Trainer.create(harness, seed=2)
-        await steps(trainer, 1, 2)
-        await other.step(1)
-        before = await trainer.state()
-    async with harness_in(tmp_path / "state", snapshot_interval_s=interval_s) as harness:
-        trainer, other = (Trainer(harness, t.session, t.model_id, t.seq_id) for t in (trainer, other))
-        slow = SlowRepeats(trainer)
-        async with restarted(harness, monkeypatch, slow):
-            slow.allowed.release(5)
-            await until(lambda: slow.begun == 5)
-            await (harness.crash() if end == "crash" else harness.stop())
-            slow.allowed.release(100)
-        assert harness.model_row(trainer.model_id).next_seq == (4 if interval_s < 1 else 0)
-        assert harness.model_row(other.model_id).next_seq in ((4,) if end == "stop" or interval_s < 1 else (0,))
-        await harness.start()
-        assert await trainer.state() == before
-        assert (await trainer.step(3))["optimizer_step"] == 3
 
 
 async def test_a_suspect_runs_beside_no_command_that_is_repeated(

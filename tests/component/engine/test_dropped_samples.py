@@ -1,7 +1,8 @@
-"""Samples from dropped weights, through the whole API process: each sample runs, or fails with the reason."""
+"""Which adapters vLLM has, and what becomes of a sample whose adapter was dropped."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,12 +10,16 @@ from api_harness import BASE, LONG_S, Api, Serve, sample_body, session_of, token
 from fake_upstream import FakeUpstream, error
 from sqlalchemy import select, update
 
-from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights
 from skyrl.storage.checkpoint_store.versions import version_directory, version_location
+from skyrl.storage.db import adapter_versions
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_state_dir
 from skyrl.storage.db.samplers import Sampler, add_sampler
+from skyrl.storage.db.sessions import Sessions
+from skyrl.storage.db.writer import GroupCommitWriter
+from tests.postgres_server import ON_BOTH
 
 NAME = "m1@3"
 ADAPTER = AdapterVersion(NAME)
@@ -131,3 +136,42 @@ async def test_a_process_writes_the_time_of_use_once_and_again_at_its_end(
         assert used() == 1.0, "the time stays while there are no samples"
         await api.sample(sampler, 9)
     assert used() > 1.0
+
+
+NOW = time.time()
+
+
+def add(
+    database: Database, session: str, number: int, adapter: str | None, used_s_ago: float, status: str = "active"
+) -> None:
+    weights = BaseWeights() if adapter is None else AdapterVersion(adapter)
+    sampler = Sampler(f"{session}:sample:{number}", session, "tenant", "tiny", None, weights)
+    database.write(lambda c: add_sampler(c, sampler, number))
+    at = None if adapter is None else NOW - used_s_ago
+    statement = update(samplers).where(samplers.c.id == sampler.id)
+    database.write(lambda c: c.execute(statement.values(last_used_at=at, status=status)))
+
+
+@ON_BOTH
+async def test_the_adapters_in_use_are_the_most_recently_sampled_ones(database: Database) -> None:
+    writer = GroupCommitWriter(database)
+    session = (await Sessions(database, writer).create("tenant", [], None, "")).id
+    await writer.close()
+    add(database, session, 0, "m@1", 500)
+    add(database, session, 1, "m@2", 30)
+    add(database, session, 2, "m@1", 10)
+    add(database, session, 3, "m@3", 601)
+    add(database, session, 4, "m@4", 1, "closed")
+    add(database, session, 5, "m@5", 1, "dropped")
+    add(database, session, 6, None, 1)
+    add(database, session, 7, "n@1", 40)
+
+    def in_use(limit: int) -> list[str]:
+        return [adapter.name for adapter in database.read(lambda c: adapter_versions.in_use(c, NOW - 600, limit))]
+
+    assert in_use(8) == ["m@1", "m@2", "n@1"], "each adapter once, ordered by its latest sample"
+    assert in_use(2) == ["m@1", "m@2"]
+    assert in_use(0) == []
+    full = update(samplers).where(samplers.c.id == f"{session}:sample:2").values(weights=FullWeights("step-7"))
+    database.write(lambda c: c.execute(full))
+    assert in_use(2) == ["m@2", "n@1"], "full weights are not an adapter"

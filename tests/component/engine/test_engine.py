@@ -8,7 +8,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,6 @@ from skyrl.storage.doorbell import SESSIONS
 from skyrl.trainer.protocol import TrainingPass
 from tests.families import make_family
 from tests.local_ranks import rank_of
-
-
-@pytest.fixture
-async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    async with harness_in(tmp_path / "state") as harness:
-        await harness.start()
-        yield harness
 
 
 def note_batches(harness: Harness, batches: list[list[str]]) -> None:
@@ -80,17 +72,6 @@ async def test_a_new_adapter_on_a_tied_lm_head_is_told_in_the_log(
         assert [trainer.model_id in line for line in said] == [True] * tied
 
 
-async def test_training_lowers_the_loss(harness: Harness) -> None:
-    trainer = await Trainer.create(harness)
-    losses = []
-    for _ in range(4):
-        passed = await trainer.result(await trainer.forward_backward(3, None, 20))
-        losses.append(passed["metrics"]["loss:sum"])
-        await trainer.result(await trainer.optim_step())
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.9 * losses[0]
-
-
 async def test_loaded_weights_equal_the_saved_ones_bit_for_bit(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
@@ -132,23 +113,6 @@ async def test_a_load_after_steps_is_accepted_and_drops_moments_and_the_gradient
     assert await other.state() == await trainer.state()
 
 
-async def test_the_order_in_which_chunks_arrive_does_not_change_a_bit(harness: Harness) -> None:
-    states = []
-    for arrival in ((1, 2, 3), (2, 3, 1), (3, 2, 1)):
-        trainer = await Trainer.create(harness)
-        chunks = {}
-        for count, seq_id in enumerate(arrival, start=1):
-            chunks[seq_id] = await trainer.forward_backward(seq_id, seq_id)
-            if seq_id != 1 and 1 not in chunks:
-                await harness.queued(count)
-        step = await trainer.optim_step(4)
-        for seq_id in chunks:
-            await trainer.result(chunks[seq_id])
-        await trainer.result(step)
-        states.append(await trainer.state())
-    assert states[0] == states[1] == states[2]
-
-
 async def test_a_bad_request_fails_alone_and_uses_up_its_number(tmp_path: Path) -> None:
     async with harness_in(tmp_path / "state") as harness:
         one = await Trainer.create(harness, tenant="one")
@@ -178,19 +142,6 @@ async def test_a_bad_request_fails_alone_and_uses_up_its_number(tmp_path: Path) 
         await alone.forward_backward(3)
         await alone.result(await alone.optim_step())
         assert await one.state() == await alone.state()
-
-
-async def test_an_unreadable_body_fails_its_future(harness: Harness) -> None:
-    trainer = await Trainer.create(harness)
-    refused = await trainer.fails(Kind.FORWARD_BACKWARD, forward_backward_input={"data": [{}], "loss_fn": "x"})
-    assert refused.error_category == "user"
-    assert "model_input" in (refused.error or "")
-    refused = await trainer.fails(Kind.OPTIM_STEP, adam_params={"learning_rate": "big"})
-    assert (refused.error or "").startswith("adam_params.learning_rate: ")
-    refused = await trainer.fails(Kind.OPTIM_STEP, adam_params={"beta1": 1.5})
-    assert (refused.error or "").startswith("adam_params.beta1: ")
-    assert refused.error_category == "user"
-    assert (await trainer.step(1))["optimizer_step"] == 1
 
 
 async def test_epsilon_given_as_a_clip_bound_fails_the_pass_and_says_what_to_write(harness: Harness) -> None:
@@ -323,15 +274,6 @@ async def test_the_number_of_a_sampling_session_is_used_once(harness: Harness) -
     assert harness.model_row(trainer.model_id).sampler_version == 1
 
 
-async def test_a_tenant_cannot_find_another_tenants_checkpoint(harness: Harness) -> None:
-    owner, stranger = await Trainer.create(harness), await Trainer.create(harness, tenant="stranger")
-    path = (await owner.do(Kind.SAVE_WEIGHTS, path="mine"))["path"]
-    refused = await stranger.fails(Kind.LOAD_WEIGHTS, path=path)
-    assert refused.error == f"path: no training checkpoint {path!r}"
-    harness.database.write(lambda c: c.execute(update(checkpoints).values(public=True)))
-    await stranger.do(Kind.LOAD_WEIGHTS, path=path)
-
-
 async def test_all_commands_of_a_model_that_cannot_be_created_fail(harness: Harness) -> None:
     trainer = await Trainer.create(harness, rank=1000)
     chunk, step = await trainer.forward_backward(1), await trainer.optim_step()
@@ -449,16 +391,6 @@ async def test_the_sweep_keeps_files_being_written_and_deletes_those_of_dead_eng
     assert [path.exists() for path in dead] == [False] * 4
 
 
-async def test_the_engine_finds_a_command_whose_ring_was_lost(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = await Trainer.create(harness)
-    await trainer.step(1)
-    monkeypatch.setattr(harness.engine, "ring", lambda *_: None)
-    assert (await trainer.step(2))["optimizer_step"] == 2
-    await harness.end(trainer.session)
-
-
 async def test_sessions_end_on_a_server_that_is_never_idle(harness: Harness) -> None:
     running = asyncio.get_running_loop()
     busy, ending = await Trainer.create(harness), await Trainer.create(harness)
@@ -483,18 +415,6 @@ async def test_sessions_end_on_a_server_that_is_never_idle(harness: Harness) -> 
     assert seen[-1] == "closed"
 
 
-async def test_commands_after_the_end_of_their_session_fail_at_once(harness: Harness) -> None:
-    trainer = await Trainer.create(harness)
-    await trainer.step(1)
-    await harness.end(trainer.session)
-    late = [await trainer.forward_backward(1), await trainer.optim_step(), await trainer.optim_step(1000)]
-    for request_id in late:
-        outcome = await trainer.outcome(request_id)
-        assert outcome.error is not None
-        assert outcome.error.startswith(f"model_id: model {trainer.model_id!r} is not there any more: ")
-        assert outcome.error_category == "user"
-
-
 async def test_new_commands_are_read_after_all_old_rows_were_deleted(harness: Harness) -> None:
     """SQLite numbers rows from 1 again after the table has become empty."""
     first = await Trainer.create(harness)
@@ -504,53 +424,3 @@ async def test_new_commands_are_read_after_all_old_rows_were_deleted(harness: Ha
     assert harness.database.write(lambda c: retention.forget(c, time.time() + 1)) == 5
     second = await Trainer.create(harness)
     assert (await second.step(1))["optimizer_step"] == 1
-
-
-async def test_a_failed_snapshot_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with harness_in(tmp_path / "state", snapshot_interval_s=1e-9) as harness:
-        await harness.start()
-        trainer = await Trainer.create(harness)
-        await trainer.step(1)
-
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(harness.backend, "save_state", full)
-            patch.setattr(harness.backend, "save_snapshot", full)
-            assert (await trainer.step(2))["optimizer_step"] == 2
-            assert "no space left" in ((await trainer.fails(Kind.SAVE_WEIGHTS, path="x")).error or "")
-        assert (await trainer.step(3))["optimizer_step"] == 3
-        await harness.crash()
-        assert [path.name for path in harness.snapshots.path(trainer.model_id, 0).parent.iterdir()] == ["11"]
-
-
-async def test_a_failed_model_does_not_stop_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with harness_in(tmp_path / "state", snapshot_interval_s=1e-9) as harness:
-        await harness.start()
-        failed = await Trainer.create(harness, rank=1000)
-        for _ in range(3):
-            await failed.fails(Kind.OPTIM_STEP)
-        trainer = await Trainer.create(harness)
-        assert (await trainer.step(1))["optimizer_step"] == 1
-        assert "Traceback" not in caplog.text, "the engine saves no model that it does not hold"
-
-
-async def test_a_gradient_that_is_not_finite_is_a_user_error_and_leaves_the_model_unchanged(harness: Harness) -> None:
-    trainer = await Trainer.create(harness)
-    await trainer.step(1)
-    before = await trainer.state()
-    await trainer.result(await explode(trainer))
-    refused = await trainer.outcome(await trainer.optim_step())
-    assert refused.error_category == "user"
-    assert "gradient" in (refused.error or "")
-    assert await trainer.state() == before
-
-
-async def explode(trainer: Trainer) -> str:
-    """Run a pass with a finite loss and a gradient whose norm is not finite."""
-    datums = data(1, 12)
-    datums[0]["loss_fn_inputs"]["weights"]["data"] = [1e30] * 12
-    return await trainer.send(
-        Kind.FORWARD_BACKWARD, forward_backward_input={"data": datums, "loss_fn": "cross_entropy"}
-    )

@@ -5,25 +5,16 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_harness import Harness, Trainer, asleep, data, harness_in, until
+from engine_harness import Harness, Trainer, asleep, data, until
 
 from skyrl.base.types.requests import Kind
 from skyrl.base.wire.errors import ErrorCategory
 from skyrl.engine.metrics import CommandMetrics
 from skyrl.runtime.metrics.files import rendered
 from skyrl.storage.db.quotas import ACTIVE_S, sizes
-
-
-@pytest.fixture
-async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    async with harness_in(tmp_path / "state") as harness:
-        await harness.start()
-        yield harness
 
 
 def shown(harness: Harness) -> dict[str, float]:

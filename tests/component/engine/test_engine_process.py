@@ -1,19 +1,37 @@
-"""The engine process: it ends when asked to while PostgreSQL is away, and ends when another server has taken its
-claim."""
+"""The engine process: it ends when asked to while PostgreSQL is away, and when another server has taken its claim; and
+kill -9 of one of two takes only its own base model's training away."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
-from collections.abc import Iterator
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from engine_harness import Harness, Trainer
+from several_engines import ENTRIES, FIRST, SECOND, two_harnesses
+from sqlalchemy import func, select
 from sqlalchemy.exc import OperationalError
 
+from skyrl.base.config.loading import load_config
+from skyrl.base.config.several import base_models_of
+from skyrl.base.types.requests import Kind
+from skyrl.base.wire.results import to_json
+from skyrl.runtime.metrics.files import MetricsDirectory
+from skyrl.runtime.processes.runtime import Runtime
+from skyrl.storage.db import claims
 from skyrl.storage.db.claims import claim, read_claim
-from tests.engine_process import EngineProcess
+from skyrl.storage.db.database import Database
+from skyrl.storage.db.engine_state import EngineState, read_state
+from skyrl.storage.db.futures import futures
+from tests.engine_process import SERVER, WAIT_S, EngineProcess, start_engine
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, PostgresServer
 
 LOADING = "loading the base model"
@@ -96,3 +114,117 @@ def test_an_engine_that_gets_a_signal_before_loading_does_not_load(tmp_path: Pat
             engine.until(lambda: engine.running_file.stat().st_mtime_ns > 0)
         assert engine.ended() == 0, engine.log
         assert engine.state().reason == "the engine has stopped"
+
+
+STEPS = 25
+ENDED = futures.c.status != "pending"
+
+
+class Engines:
+    """The engine processes of a server, as its launcher starts them."""
+
+    def __init__(self, state_dir: Path, url: str) -> None:
+        flags = {"state_dir": state_dir, "database_url": url, "base_models": ENTRIES, "snapshot_interval_s": 0.5}
+        config = load_config(flags)
+        directory = state_dir / "sockets"
+        directory.mkdir(parents=True)
+        each = tuple(Runtime(part, directory, None, None, SERVER) for part in base_models_of(config))
+        self._runtime = Runtime(config, directory, None, None, SERVER, base_models=each)
+        self._keys = [part.config.role.state_keys[0] for part in each]
+        self._state_dir = state_dir
+        self.database = Database(url)
+        assert self.database.write(lambda c: claims.claim(c, SERVER, claims.read_claim(c), self._keys))
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str) -> None:
+        log = self._log(name)
+        self.processes[name] = start_engine(self._runtime, log, self._keys.index(name))
+
+    def _log(self, name: str) -> Path:
+        return self._state_dir / f"{name}.log"
+
+    def state(self, name: str) -> EngineState:
+        return self.database.read(lambda c: read_state(c, (name,)))
+
+    def series(self) -> list[str]:
+        """All series that the server's processes publish."""
+        text = MetricsDirectory(self._runtime.metrics_directory).read()
+        return [line for line in text.splitlines() if not line.startswith("#")]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition while all processes run."""
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            for name, process in self.processes.items():
+                assert process.poll() is None, self._log(name).read_text()
+                assert time.monotonic() < deadline, self._log(name).read_text()
+            await asyncio.sleep(0.05)
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+        self.database.close()
+
+
+@pytest.fixture
+def engines(tmp_path: Path, migrated_url: str) -> Iterator[Engines]:
+    with closing(Engines(tmp_path / "state", migrated_url)) as engines:
+        yield engines
+
+
+def ended(trainer: Trainer) -> int:
+    """How many commands of the model have an outcome."""
+    query = select(func.count()).select_from(futures).where(futures.c.model_id == trainer.model_id, ENDED)
+    return trainer.harness.database.read(lambda c: c.execute(query).scalar_one())
+
+
+def results(trainer: Trainer) -> list[tuple[int, Any]]:
+    """Numbers and results of the model's passes and steps. None has failed."""
+    done, kinds = futures.c.status == "done", futures.c.kind.in_([Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP])
+    query = select(futures.c.seq_id, futures.c.result, futures.c.result_format).order_by(futures.c.seq_id)
+    query = query.where(futures.c.model_id == trainer.model_id, done, kinds)
+    rows = trainer.harness.database.read(lambda c: c.execute(query).all())
+    return [(row.seq_id, json.loads(to_json(row.result, row.result_format))) for row in rows]
+
+
+async def send_steps(trainer: Trainer, first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + STEPS):
+        await trainer.send_step(seed)
+
+
+def saved_files(harness: Harness, trainer: Trainer) -> dict[str, bytes]:
+    (row,) = harness.checkpoint_rows(trainer.model_id)
+    return harness.stored(row)
+
+
+async def test_a_killed_engine_takes_only_the_training_of_its_own_base_model_away(
+    engines: Engines, tmp_path: Path
+) -> None:
+    url = engines.database.url
+    async with two_harnesses(tmp_path / "state", database_url=url) as (first, second):
+        mine, other = await Trainer.create(first), await Trainer.create(second)
+        for trainer in (mine, other):
+            await send_steps(trainer, 1)
+        engines.start(FIRST)
+        engines.start(SECOND)
+        await engines.until(lambda: ended(other) > STEPS)
+        killed = engines.processes.pop(SECOND)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        at_death = ended(other)
+        assert at_death < other.seq_id, "it was killed under load"
+        await send_steps(mine, 1000)
+        await engines.until(lambda: ended(mine) == mine.seq_id + 1)
+        assert engines.state(FIRST).training_ready
+        await engines.until(lambda: any("skyrl_sessions{" in series for series in engines.series()))
+        assert all('process="engine-first",base_model="first"' in series for series in engines.series())
+        assert ended(other) == at_death, "nobody runs its commands"
+        engines.start(SECOND)
+        await send_steps(other, 1000)
+        for trainer in (mine, other):
+            await trainer.send(Kind.SAVE_WEIGHTS, path="end")
+        await engines.until(lambda: all(ended(each) == each.seq_id + 1 for each in (mine, other)))
+        assert len(results(mine)) == 2 * 3 * STEPS
+        assert results(other) == results(mine), "both have the same files, seeds and data"
+        assert saved_files(second, other) == saved_files(first, mine) != {}

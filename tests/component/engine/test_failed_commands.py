@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +25,6 @@ from tests.failures import FailingLine, FailingOperation
 from tests.local_ranks import rank_of
 
 HUGE = {"data": [3e36] * 4, "dtype": "float32", "shape": [4]}
-
-
-@pytest.fixture
-async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    async with harness_in(tmp_path / "state") as harness:
-        await harness.start()
-        yield harness
 
 
 async def restart(harness: Harness, prepare: Callable[[Harness], None] = lambda _: None) -> None:
@@ -65,29 +58,20 @@ def expect_out_of_memory(outcome: Outcome) -> None:
     assert (outcome.error, outcome.error_category) == (OUT_OF_MEMORY, "server")
 
 
-STEPS: dict[str, dict[str, float]] = {
-    "plain": {"learning_rate": 0.01},
-    "clipped-decayed": {"learning_rate": 0.01, "weight_decay": 0.2, "grad_clip_norm": 0.1},
-}
+STEP = {"learning_rate": 0.01, "weight_decay": 0.2, "grad_clip_norm": 0.1}
 
 
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("steps", [0, 1], ids=["first", "later"])
-async def test_a_step_that_runs_out_of_memory_changes_nothing_even_after_a_restart(
-    harness: Harness, name: str, steps: int
-) -> None:
+async def test_a_step_that_runs_out_of_memory_changes_nothing_even_after_a_restart(harness: Harness) -> None:
     """The step fails at each of its allocations in turn. The model stays the same, and is the same to the last bit
-    after a restart."""
+    after a restart. test_torch_lora_memory has steps of other forms."""
     trainer = await Trainer.create(harness)
-    for seed in range(steps):
-        await trainer.step(seed)
     await trainer.result(await trainer.forward_backward(7))
     before = await trainer.state()
     at = 0
     for at in itertools.count():
         failing = FailingCall(harness, "optim_step")
         failing.at(FailingOperation(at, allocating=True))
-        outcome = await trainer.outcome(await trainer.send(Kind.OPTIM_STEP, adam_params=STEPS[name]))
+        outcome = await trainer.outcome(await trainer.send(Kind.OPTIM_STEP, adam_params=STEP))
         if outcome.error is None:
             assert not failing.failed
             break
@@ -95,7 +79,7 @@ async def test_a_step_that_runs_out_of_memory_changes_nothing_even_after_a_resta
         assert await trainer.state() == before, f"allocation {at}"
         await restart(harness)
         assert await trainer.state() == before, f"operation {at}, after a restart"
-    assert at >= (2 if steps else 4)
+    assert at >= 4
     after = await trainer.state()
     assert after != before
     await restart(harness)
@@ -116,7 +100,7 @@ async def test_a_step_that_fails_in_its_arithmetic_ends_the_engine_and_runs_afte
 
     with monkeypatch.context() as patch:
         patch.setattr(adamw, "_step_chunk", step_and_fail)
-        request_id = await trainer.send(Kind.OPTIM_STEP, adam_params=STEPS["plain"])
+        request_id = await trainer.send(Kind.OPTIM_STEP, adam_params=STEP)
         await harness.wait_until_killed(DeviceFault)
     await harness.start()
     await trainer.result(request_id)
@@ -126,57 +110,23 @@ async def test_a_step_that_fails_in_its_arithmetic_ends_the_engine_and_runs_afte
         trainer = await Trainer.create(steady)
         await trainer.step(1)
         await trainer.result(await trainer.forward_backward(2))
-        await trainer.result(await trainer.send(Kind.OPTIM_STEP, adam_params=STEPS["plain"]))
+        await trainer.result(await trainer.send(Kind.OPTIM_STEP, adam_params=STEP))
         assert await trainer.state() == after
 
 
-@pytest.fixture
-async def not_recomputing(tmp_path: Path) -> AsyncIterator[Harness]:
-    """Where layers may be recomputed, a pass that has run out of memory runs once more, and succeeds here."""
-    async with harness_in(
-        tmp_path / "not-recomputing", backend_config={"trainer.gradient_checkpointing": False}
-    ) as harness:
-        await harness.start()
-        yield harness
-
-
-async def test_passes_that_run_out_of_memory_add_no_gradient_even_after_a_restart(not_recomputing: Harness) -> None:
-    harness = not_recomputing
-    trainer = await Trainer.create(harness)
-    await trainer.step(1)
-    await trainer.result(await trainer.forward_backward(2))
-    before = await trainer.state()
-    at = 0
-    for at in itertools.count(0, 67):
-        failing = FailingCall(harness, "run")
-        failing.at(FailingOperation(at))
-        outcome = await trainer.outcome(await trainer.forward_backward(3))
-        if outcome.error is None:
-            break
-        expect_out_of_memory(outcome)
-        assert await trainer.state() == before
-    assert at > 3 * 67
-    after = await trainer.state()
-    await restart(harness)
-    assert await trainer.state() == after
-
-
 @pytest.mark.parametrize("kind", [Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.SAVE_WEIGHTS_EXTERNAL])
-@pytest.mark.parametrize("points", ["operations", "lines"])
-async def test_a_save_that_fails_at_any_point_leaves_no_file_and_no_row(
-    harness: Harness, kind: Kind, points: str
-) -> None:
+async def test_a_save_that_fails_at_any_point_leaves_no_file_and_no_row(harness: Harness, kind: Kind) -> None:
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     await trainer.result(await trainer.forward_backward(2))
     before = await trainer.state()
     method = "save_state" if kind is Kind.SAVE_WEIGHTS else "save_adapter"
     places = (harness.config.adapters_dir, harness.config.state_dir / "checkpoints")
-    step = 13 if points == "operations" else 7  # test_torch_lora_memory tries every point
+    step = 7  # test_out_of_memory tries every point
     at, failing = 0, FailingCall(harness, method)
     for at in itertools.count(0, step):
         failing = FailingCall(harness, method)
-        failing.at(FailingOperation(at) if points == "operations" else FailingLine(at, [state_module]))
+        failing.at(FailingLine(at, [state_module]))
         outcome = await trainer.outcome(await trainer.send(kind, path="name"))
         if outcome.error is None:
             break
@@ -190,6 +140,7 @@ async def test_a_save_that_fails_at_any_point_leaves_no_file_and_no_row(
     saved = harness.stored(row)
     assert set(saved) >= {"adapter_model.safetensors", "adapter_config.json"}
     assert saved["adapter_model.safetensors"] == before["adapter_model.safetensors"]
+    await harness.sessions.beat(trainer.session)  # a slow machine has taken minutes
     await restart(harness)
     assert await trainer.state() == before
 

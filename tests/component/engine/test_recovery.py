@@ -6,12 +6,11 @@ import asyncio
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_harness import NEVER_S, WAIT_S, Harness, Trainer, data, files_in, harness_in, until
+from engine_harness import WAIT_S, Harness, Trainer, files_in, harness_in, until
 from sqlalchemy import delete, select, update
 
 from skyrl.base.types.requests import SAVES, Kind, NewRequest
@@ -23,16 +22,6 @@ from skyrl.storage.db import futures as rows
 from skyrl.storage.db import retention
 from skyrl.storage.db.checkpoints import checkpoints
 from tests.postgres_server import ON_BOTH
-
-AT_ONCE_S = 1e-9
-
-
-@pytest.fixture
-async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    """A harness that takes snapshots only when a test or a load asks for them."""
-    async with harness_in(tmp_path / "state") as harness:
-        await harness.start()
-        yield harness
 
 
 async def die_at(trainer: Trainer, kind: Kind, **body: Any) -> str:
@@ -56,62 +45,6 @@ def numbers(harness: Harness, model_id: str) -> list[int]:
     return sorted(harness.database.read(lambda c: c.execute(query).scalars()))
 
 
-@ON_BOTH
-@pytest.mark.parametrize("interval_s", [AT_ONCE_S, NEVER_S], ids=["snapshots", "log-only"])
-@pytest.mark.parametrize("kind", [Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP])
-async def test_a_crash_during_training_changes_no_bit(
-    tmp_path: Path, migrated_url: str, interval_s: float, kind: Kind
-) -> None:
-    """Two tenants train. The engine dies between two commits: some commands have run without a stored outcome, and more
-    commands are queued behind them."""
-    async with harness_in(tmp_path / "steady") as harness:
-        await harness.start()
-        expected = []
-        for seed in (1, 2):
-            trainer = await Trainer.create(harness, seed=seed)
-            metrics = [await trainer.step(10 * seed + number) for number in range(5)]
-            expected.append((metrics, await trainer.state()))
-
-    crashing = {"snapshot_interval_s": interval_s, "database_url": migrated_url}
-    async with harness_in(tmp_path / "crashing", **crashing) as harness:
-        await harness.start()
-        pair = [await Trainer.create(harness, tenant=f"t{seed}", seed=seed) for seed in (1, 2)]
-        seen: list[list[dict[str, Any]]] = [[], []]
-        for index, trainer in enumerate(pair):
-            for number in range(3):
-                seen[index].append(await trainer.step(10 * (index + 1) + number))
-        # Both queue their fourth step. The engine dies at the last pass, or at the last step, of the second tenant.
-        pending = []
-        for index, trainer in enumerate(pair):
-            seed = 10 * (index + 1) + 3
-            chunks = [await trainer.forward_backward(seed, None, 9, 14)]
-            last = kind is Kind.FORWARD_BACKWARD and index == 1
-            if last:
-                await trainer.result(chunks[0])
-                harness.kill_before_commit_of(lambda _: True)
-            chunks.append(await trainer.forward_backward(seed + 1000))
-            if kind is Kind.OPTIM_STEP and index == 1:
-                for chunk in chunks:
-                    await trainer.result(chunk)
-                harness.kill_before_commit_of(lambda _: True)
-            step = await trainer.optim_step()
-            if index == 0:
-                await trainer.result(step)
-            pending.append((chunks, step))
-        await harness.wait_until_killed()
-        snapshots = list(harness.config.snapshots_dir.glob("*/*"))
-        assert len(snapshots) == (2 if interval_s == AT_ONCE_S else 0)
-
-        await harness.start()
-        for index, trainer in enumerate(pair):
-            chunks, step = pending[index]
-            for chunk in chunks:
-                await trainer.result(chunk)
-            seen[index].append((await trainer.result(step))["metrics"])
-            seen[index].append(await trainer.step(10 * (index + 1) + 4))
-            assert (seen[index], await trainer.state()) == expected[index]
-
-
 async def test_a_crash_after_every_command_changes_no_bit(tmp_path: Path) -> None:
     """The engine dies after every command; snapshots are taken after every second step."""
     async with harness_in(tmp_path / "steady") as harness:
@@ -132,64 +65,6 @@ async def test_a_crash_after_every_command_changes_no_bit(tmp_path: Path) -> Non
                 await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
             await restart(harness)
         assert await trainer.state() == expected
-
-
-async def test_a_snapshot_holds_the_gradient_between_steps(harness: Harness) -> None:
-    trainer = await Trainer.create(harness)
-    await trainer.step(1)
-    await trainer.result(await trainer.forward_backward(2))
-    await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
-    before = await trainer.state()
-    await restart(harness)
-    assert await trainer.state() == before
-
-
-async def test_a_pending_command_is_executed_once(harness: Harness) -> None:
-    trainer = await Trainer.create(harness)
-    await trainer.step(1)
-    chunk = await trainer.forward_backward(2)
-    await trainer.result(chunk)
-    step = await die_at(trainer, Kind.OPTIM_STEP, adam_params={"learning_rate": 0.01, "grad_clip_norm": 1.0})
-    follow = await trainer.forward_backward(3)
-    await harness.start()
-    assert (await trainer.result(step))["metrics"]["optimizer_step"] == 2
-    await trainer.result(follow)
-    assert (await trainer.result(await trainer.optim_step()))["metrics"]["optimizer_step"] == 3
-
-
-async def test_the_order_of_commands_holds_across_a_restart(harness: Harness) -> None:
-    """A command whose predecessor has not arrived keeps waiting for it."""
-    trainer = await Trainer.create(harness)
-    await trainer.result(await trainer.forward_backward(1, 1))
-    step = await trainer.optim_step(3)
-    await harness.queued(1)
-    await restart(harness)
-    await harness.queued(1)
-    assert harness.database.read(lambda c: rows.find_settled(c, [step])) == []
-    await trainer.forward_backward(2, 2)
-    await trainer.result(step)
-    alone = await Trainer.create(harness)
-    for seed in (1, 2):
-        await alone.forward_backward(seed)
-    await alone.result(await alone.optim_step())
-    assert await trainer.state() == await alone.state()
-
-
-async def test_failed_commands_are_not_repeated_but_a_failed_step_drops_its_gradient_again(harness: Harness) -> None:
-    """A step on a gradient that is not finite fails and drops that gradient, so its repetition must drop it too."""
-    trainer = await Trainer.create(harness)
-    await trainer.step(1)
-    await trainer.fails(Kind.FORWARD_BACKWARD, forward_backward_input={"data": [], "loss_fn": "cross_entropy"})
-    datums = data(1, 12)
-    datums[0]["loss_fn_inputs"]["weights"]["data"] = [1e30] * 12
-    await trainer.do(Kind.FORWARD_BACKWARD, forward_backward_input={"data": datums, "loss_fn": "cross_entropy"})
-    await trainer.fails(Kind.OPTIM_STEP)
-    await trainer.fails(Kind.OPTIM_STEP, adam_params={"beta1": 2.0})
-    await trainer.step(2)
-    before = await trainer.state()
-    await restart(harness)
-    assert harness.model_row(trainer.model_id).status == "ready"
-    assert await trainer.state() == before
 
 
 @pytest.mark.parametrize("fate", ["deleted", "replaced", "made private"])
@@ -305,23 +180,6 @@ async def test_a_save_that_was_written_but_not_recorded_is_repeated(
         for _ in range(2):  # unload, delete
             await harness.sweep()
         assert [path.name for path in directory.parent.iterdir()] == [directory.name]
-
-
-async def test_a_snapshot_without_its_row_is_ignored_and_then_replaced(harness: Harness) -> None:
-    """The engine died after the rename of the snapshot, so the log still names the snapshot before it."""
-    trainer = await Trainer.create(harness)
-    await trainer.step(1)
-    await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, 4))
-    await trainer.step(2)
-    before = await trainer.state()
-    await harness.crash()
-    shutil.copytree(harness.snapshots.path(trainer.model_id, 4), harness.snapshots.path(trainer.model_id, 7))
-    await harness.start()
-    assert await trainer.state() == before
-    await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, 7))
-    assert [path.name for path in harness.snapshots.path(trainer.model_id, 7).parent.iterdir()] == ["7"]
-    await restart(harness)
-    assert await trainer.state() == before
 
 
 async def test_retention_keeps_the_commands_that_recovery_needs(harness: Harness) -> None:

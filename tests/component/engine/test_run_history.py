@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine_harness import Harness, Trainer, data, harness_in
+from engine_harness import Harness, Trainer, data
 from sqlalchemy import update
 
 from skyrl.base.types.requests import Kind
@@ -22,13 +21,6 @@ from skyrl.storage.db.run_steps import Curves, Step, StepSums, add_passes, end_s
 from skyrl.storage.db.sessions import Sessions
 from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_BOTH
-
-
-@pytest.fixture
-async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    async with harness_in(tmp_path / "state") as harness:
-        await harness.start()
-        yield harness
 
 
 def steps_of(harness: Harness, trainer: Trainer) -> list[Step]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import namedtuple
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.engine import save_limits
 from skyrl.engine.sweeping import GRACE_S
-from skyrl.storage.checkpoint_store import directories
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.db import adapter_versions, quotas
 from skyrl.storage.db import futures as rows
@@ -48,13 +47,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(time, "time", clock)
     return clock
-
-
-@pytest.fixture
-async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    async with harness_in(tmp_path / "state") as harness:
-        await harness.start()
-        yield harness
 
 
 async def save(trainer: Trainer, number: int) -> str:
@@ -101,32 +93,6 @@ def pending(harness: Harness, sampler_id: str) -> None:
     row |= {"session_id": "elsewhere", "digest": b"", "created_at": 0, "body_format": "json", "status": "pending"}
     row |= {"sampling_session_id": sampler_id, "sample_seq_id": 0}
     harness.database.write(lambda c: rows.RECORD.execute(c, [row]))
-
-
-@pytest.mark.slow
-async def test_five_hundred_steps_of_one_model_take_constant_disk_space(
-    harness: Harness, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One step every ten minutes for three days. Each version is sampled from until the next version exists."""
-    # The test does not depend on syncs, and there would be thousands.
-    monkeypatch.setattr(directories, "_sync", lambda _: None)
-    monkeypatch.setattr(harness.database, "_syncing_writer", harness.database.writer)
-    step_s, group, steps = 600.0, 20, 500
-    trainer = await Trainer.create(harness, rank=1)
-    counts = []
-    for first in range(0, steps, group):
-        sent = [
-            await trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=first + number)
-            for number in range(group)
-        ]
-        saved = [(await trainer.result(request_id))["sampling_session_id"] for request_id in sent]
-        await use(harness, *saved)
-        clock.now += group * step_s
-        await sweep(harness, clock)
-        counts.append(len(versions(harness, trainer.model_id)))
-    assert max(counts) <= IDLE_S / step_s + group, "the versions used within the idle time, and the last group"
-    assert max(counts[12:]) <= max(counts[:12]), "as few at the end as at the beginning"
-    assert versions(harness, trainer.model_id)[-NEWEST:] == list(range(steps - NEWEST + 1, steps + 1))
 
 
 async def test_only_idle_versions_that_are_not_the_newest_are_deleted(harness: Harness, clock: Clock) -> None:

@@ -1,7 +1,4 @@
-"""What the tests ask of a run: that sampler and trainer give a text the same logprobs, and that right answers increase.
-
-Knows no recipe.
-"""
+"""Whether sampler and trainer agree, and whether training has had an effect. Knows no recipe."""
 
 from __future__ import annotations
 
@@ -39,3 +36,9 @@ def assert_agree(run: Run, url: str, tokens: list[int]) -> float:
     apart = float(np.abs(sampled - output["logprobs"].to_numpy()).mean())
     assert apart < AGREE
     return apart
+
+
+def logprob(sampler: tinker.SamplingClient, prompt: list[int], answer: list[int]) -> float:
+    """Of the answer's tokens after the prompt's, in nats."""
+    scores = sampler.compute_logprobs(types.ModelInput.from_ints(prompt + answer)).result()
+    return sum(score or 0.0 for score in scores[len(prompt) :])

@@ -14,19 +14,14 @@ from skyrl.cli.demo.server import DemoServer
 from tests.environments import ROOT, environment
 from tests.second_model import make_second
 from tests.servers import ready, wait_all
-from tests.slow import RUNS_SLOW_TESTS
 
 from ..conftest import ALIAS, SECOND_ALIAS
 from .workspace import KEY, Run, Workspace, serve_several
 
 
 @pytest.fixture(scope="package")
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
-    """A server with two base models: the tiny one under two names, and SECOND_ALIAS, which is only sampled from. Only
-    slow tests use the second model: without them it is the server of the other end-to-end tests."""
-    if not RUNS_SLOW_TESTS:
-        yield request.getfixturevalue("server")
-        return
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    """A server with two base models: the tiny one under two names, and SECOND_ALIAS, which is only sampled from."""
     directory = tmp_path_factory.mktemp("cookbook-server")
     second = make_second(directory / "second")
     entries = [

@@ -40,7 +40,7 @@ def make_judge(pairs: list[Pair], directory: Path) -> None:
     last, steps = math.inf, 0
     while last > LEARNED:
         assert steps < STEPS, f"the judge did not learn to grade in {STEPS} steps: loss {last:.3f}"
-        loss = _loss(model, rng.sample(taught, PAIRS))
+        loss = answers_loss(model, rng.sample(taught, PAIRS))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -50,7 +50,7 @@ def make_judge(pairs: list[Pair], directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def _loss(model: torch.nn.Module, pairs: list[tuple[list[int], list[int]]]) -> torch.Tensor:
+def answers_loss(model: torch.nn.Module, pairs: list[tuple[list[int], list[int]]]) -> torch.Tensor:
     """Mean loss of the answers' tokens, in nats. Shorter pairs are padded on the right."""
     longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
     ids = torch.zeros(len(pairs), longest, dtype=torch.long)

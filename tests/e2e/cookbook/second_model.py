@@ -19,6 +19,7 @@ from skyrl.base.tiny import model_path
 from skyrl.base.tiny.corpus import IM_END, chat_prompt
 
 from . import tasks
+from .judge import answers_loss
 from .workspace import PLACES
 
 RIDDLE = "What is the number of the {}?"
@@ -31,7 +32,6 @@ SOLVED = "\n</think>\n\nThe answer is \\boxed{{{}}}"
 TRAINED_STEPS, ROWS = 80, 16
 WARM_STEPS, PEAK_LR = 20, 3e-3
 SEED = 35
-IGNORE = -100
 
 
 def make(directory: Path) -> None:
@@ -44,14 +44,7 @@ def make(directory: Path) -> None:
     for step in range(TRAINED_STEPS):
         optimizer.param_groups[0]["lr"] = PEAK_LR * min(1.0, (step + 1) / WARM_STEPS, 2 - 2 * step / TRAINED_STEPS)
         texts = [(tokenizer.encode(context), tokenizer.encode(target)) for context, target in _samples(rng)]
-        longest = max(len(context) + len(target) for context, target in texts)
-        ids = torch.zeros(ROWS, longest, dtype=torch.long)
-        labels = torch.full_like(ids, IGNORE)
-        for row, (context, target) in enumerate(texts):
-            end = len(context) + len(target)
-            ids[row, :end] = torch.tensor(context + target)
-            labels[row, len(context) : end] = torch.tensor(target)
-        model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+        answers_loss(model, texts).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -22,8 +22,7 @@ from tests.environments import ROOT
 from . import tasks
 from .agreement import AGREE, assert_rises, divergence
 from .conftest import Stored, assert_final_is_kept
-from .services import service
-from .workspace import Run, Workspace
+from .workspace import Run, Workspace, service
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3000)]
 

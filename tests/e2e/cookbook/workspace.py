@@ -1,7 +1,7 @@
-"""A directory in which tinker-cookbook's recipes run without network, and the files that a run writes.
+"""A directory in which tinker-cookbook's recipes run without network, the files that a run writes, and the programs
+that it asks meanwhile.
 
-The recipes are unmodified; each runs in its own process. This file does not know the expected results of a recipe.
-"""
+The recipes are unmodified; each runs in its own process. This file does not know the expected results of a recipe."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from skyrl.runtime.processes.supervision import dies_with_parent
 from tests.cookbook.record import Shown, keep
@@ -272,3 +275,32 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+START_S = 60.0
+
+
+@contextmanager
+def service(command: Sequence[str], url: str, log: Path) -> Iterator[None]:
+    """Run the command; inside, `url` answers. Raises AssertionError with the command's output if it does not."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(dies_with_parent(command), stdout=file, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + START_S
+        while not _answers(url):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    """Whether an HTTP server is there, whatever it says."""
+    try:
+        httpx.get(url, trust_env=False)
+    except httpx.TransportError:
+        return False
+    return True

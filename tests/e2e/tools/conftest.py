@@ -1,4 +1,5 @@
-"""A server whose model's template has tools and thinking. `skyrl serve` chooses vLLM's parsers without options."""
+"""A server whose model's template has tools and thinking. `skyrl serve` chooses vLLM's parsers without options. Silent
+sessions expire soon, and few samples fill the server."""
 
 from __future__ import annotations
 
@@ -12,16 +13,23 @@ from tests.servers import ready
 
 KEY = "tml-tools"
 CONTEXT = 16384
+SESSION_TIMEOUT_S = 20
 
 
 @pytest.fixture(scope="package")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     directory = tmp_path_factory.mktemp("tools")
     tools.make(directory / "model", context=2 * CONTEXT)
-    server = DemoServer(
-        directory / "server",
-        *("--base-model", str(directory / "model"), "--served-model-name", "tools"),
-        backend_config={"generator.inference_engine.max_model_len": CONTEXT},
-    )
-    with ready(server) as running:
-        yield running.url
+    config = directory / "skyrl.toml"
+    config.write_text(f"max_pending_samples = 24\nsession_timeout_s = {SESSION_TIMEOUT_S}\n")
+    names = ("--served-model-name", "tools", "--served-model-name", "tiny")
+    flags = ("--base-model", str(directory / "model"), *names, "--config", str(config))
+    with ready(
+        DemoServer(directory / "server", *flags, backend_config={"generator.inference_engine.max_model_len": CONTEXT})
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def url(server: DemoServer) -> str:
+    return server.url

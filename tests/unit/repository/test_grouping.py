@@ -17,21 +17,21 @@ from tests.grouping import (
     group_of,
     start_position,
 )
+from tests.slow import RUNS_SLOW_TESTS
 
 
 @pytest.mark.parametrize(
     ("nodeid", "group"),
     [
         ("tests/unit/sampling/test_bucket.py::test_one[a/b::c]", "tests/unit/sampling/test_bucket.py"),
-        ("tests/component/engine/test_week.py::test_one", "tests/component/engine/test_week.py"),
+        ("tests/component/engine/test_old_rows.py::test_one", "tests/component/engine/test_old_rows.py"),
         ("tests/e2e/test_of_somebody_new.py::test_one", SHARED_SERVER),
-        ("tests/e2e/sdk/test_matrix.py::test_one", PROGRAMS),
-        ("tests/e2e/cookbook/test_download.py::test_one", PROGRAMS),
-        ("tests/e2e/test_lifecycle.py::test_one", "tests/e2e/test_lifecycle.py"),
+        ("tests/e2e/sdk/test_matrix.py::test_one", PROGRAMS if RUNS_SLOW_TESTS else SHARED_SERVER),
+        ("tests/e2e/test_durability.py::test_one", "tests/e2e/test_durability.py"),
         ("tests/e2e/tools/test_tools.py::test_one", TOOLS),
         ("tests/faults/test_agent_durability.py::test_one", MORTAL),
         ("tests/faults/test_vllm_replaced.py::test_one", MORTAL),
-        ("tests/faults/test_stopping.py::test_one", "tests/faults/test_stopping.py"),
+        ("tests/faults/test_shutdown.py::test_one", "tests/faults/test_shutdown.py"),
         ("tests/fuzz/test_found.py::test_one", FUZZ),
     ],
 )
@@ -42,8 +42,7 @@ def test_a_module_is_a_group_and_the_tests_of_a_shared_server_are_one(nodeid: st
 def test_slow_groups_start_first_and_unlisted_ones_last() -> None:
     in_order = [
         "tests/e2e/test_new.py",
-        "tests/e2e/sdk/test_new.py",
-        "tests/e2e/test_lifecycle.py",
+        "tests/e2e/test_durability.py",
         "tests/faults/test_a.py",
         "tests/unit/test_a.py",
     ]
