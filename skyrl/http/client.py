@@ -211,7 +211,7 @@ class AnswerStream:
         none (HEAD). Raises Interrupted."""
         chunked = length is not None and length < 0
         if length is not None:
-            request += b"transfer-encoding: chunked\r\n" if chunked else b"content-length: %d\r\n" % length
+            request += b"Transfer-Encoding: chunked\r\n" if chunked else b"Content-Length: %d\r\n" % length
         if isinstance(body, bytes):
             self.connection.send(b"%s\r\n%s" % (request, body), without_body=without_body)
         else:
@@ -431,8 +431,8 @@ async def ask_once(
     address = address_of(url)
     connection = await connect(address.origin, connect_s)
     try:
-        head = head_of(method, address, b"", lines_of((*headers, (b"connection", b"close"))))
-        request = b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body)
+        head = head_of(method, address, b"", lines_of((*headers, (b"Connection", b"close"))))
+        request = b"%sContent-Length: %d\r\n\r\n%s" % (head, len(body), body)
         return await _WholeAnswer(connection, SharedMemory(MEMORY_BYTES), max_bytes).exchange(request, math.inf, None)
     finally:
         connection.sink = None
@@ -446,10 +446,10 @@ def lines_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 def head_of(method: str, address: Address, target: bytes, lines: bytes) -> bytes:
     """The head of a request but for its length and the empty line."""
     path = address.path + target or b"/"
-    return b"%s %s HTTP/1.1\r\nhost: %s\r\n%s" % (method.encode(), path, address.host, lines)
+    return b"%s %s HTTP/1.1\r\nHost: %s\r\n%s" % (method.encode(), path, address.host, lines)
 
 
 def _encode(method: str, address: Address, body: bytes, headers: Mapping[str, str], rest_bytes: int = 0) -> bytes:
     lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode("latin-1")
     head = head_of(method, address, b"", lines)
-    return b"%scontent-length: %d\r\n\r\n%s" % (head, len(body) + rest_bytes, body)
+    return b"%sContent-Length: %d\r\n\r\n%s" % (head, len(body) + rest_bytes, body)

@@ -18,7 +18,7 @@ from skyrl.base.types.requests import Kind
 from skyrl.sampling.quotas import Quotas
 from skyrl.sampling.retries import SampleProgress, SampleWait
 from skyrl.sampling.service import SampleService
-from skyrl.storage.db import commands as rows
+from skyrl.storage.db import models as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.runs import Pending, Run
 

@@ -288,7 +288,6 @@ class Sessions:
         return Look([(session, heartbeat_at) for session, heartbeat_at in found if session is not None], ended)
 
     async def _ended_of(self, session_ids: list[str]) -> list[str]:
-        """Those of these sessions that are not active."""
         ended: list[str] = []
         for some in in_groups(session_ids):
             query = select(sessions.c.id).where(sessions.c.id.in_(some), sessions.c.status != "active")
