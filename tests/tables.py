@@ -28,9 +28,9 @@ from tests.e2e.sdk import table
 from tests.environments import ROOT
 
 FAMILIES = (
-    "tests/unit/trainer/test_torch_lora_families.py",
+    "tests/unit/trainer/test_families.py",
     "tests/unit/trainer/test_mixture_families.py",
-    "tests/unit/trainer/test_torch_lora_refusals.py",
+    "tests/unit/trainer/test_refused_models.py",
     "tests/component/inference/test_families_vllm.py",
 )
 PAGES: dict[Path, Callable[[], str]] = {

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl.base.config.loading import load_config
@@ -184,6 +185,11 @@ def rl(seed: int, *lengths: int) -> list[Datum]:
     return data
 
 
+def cut(datum: Datum, length: int) -> Datum:
+    """The first tokens of a sequence."""
+    return Datum(datum.tokens[:length].copy(), {name: array[:length] for name, array in datum.loss_inputs.items()})
+
+
 def grpo(seed: int, groups: int, samples: int, prompt: int, answer: int = 7) -> list[Datum]:
     """Samples of several prompts, in mixed order. Answers have 1 to `answer` tokens; a prompt has advantage 0."""
     rng = np.random.default_rng(seed)
@@ -219,6 +225,22 @@ def ok(outcomes: list[PassResult | Exception]) -> list[PassResult]:
             raise outcome
         results.append(outcome)
     return results
+
+
+def stock_logprobs(model: Any, datum: Datum, parameters: dict[str, Tensor] | None = None) -> Tensor:
+    """Of a sequence's targets by transformers' model, alone in a row. `parameters`: in the place of the model's."""
+    given = {"input_ids": torch.from_numpy(datum.tokens)[None], "use_cache": False}
+    made = model(**given) if parameters is None else functional_call(model, parameters, kwargs=given)
+    targets = torch.from_numpy(datum.loss_inputs["target_tokens"])
+    return made.logits[0].log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+def stock_terms(logprobs: Tensor, datum: Datum) -> Tensor:
+    """Of the loss, whose value is their sum: cross_entropy for a datum with weights, else importance_sampling."""
+    inputs = {name: torch.from_numpy(value) for name, value in datum.loss_inputs.items()}
+    if "weights" in inputs:
+        return -inputs["weights"] * logprobs
+    return -(logprobs - inputs["logprobs"]).exp() * inputs["advantages"]
 
 
 def saved(backend: Backend, model_id: str, directory: Path) -> dict[str, Tensor]:

@@ -122,7 +122,7 @@ async def test_a_save_that_fails_at_any_point_leaves_no_file_and_no_row(harness:
     before = await trainer.state()
     method = "save_state" if kind is Kind.SAVE_WEIGHTS else "save_adapter"
     places = (harness.config.adapters_dir, harness.config.state_dir / "checkpoints")
-    step = 7  # test_torch_lora_memory tries every point
+    step = 7  # test_out_of_memory tries every point
     at, failing = 0, FailingCall(harness, method)
     for at in itertools.count(0, step):
         failing = FailingCall(harness, method)

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_support import closed_at_end
 from torch_lora_support import (
     assert_close,
     assert_same,
+    cut,
     files_saved,
     grpo,
+    make_backend,
     make_full,
     make_ranks,
     ok,
@@ -25,19 +26,15 @@ from torch_lora_support import (
     spec,
     train,
 )
+from trainer_kinds import STEP, WHOLE, closed_at_end
 
-from skyrl.base.config.loading import load_config
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.attention import recurrent, scans
-from skyrl.trainer.model import recomputation
-from skyrl.trainer.protocol import AdamParams, Datum, PassResult
+from skyrl.trainer.protocol import Datum, PassResult
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.rows import prefixes
 from tests.families import MIXTURES, make_family
-from tests.local_ranks import rank_of
 
-STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
-"""With an `eps` above the rounding of gradients, as in test_ranks."""
 PACKED = ("qwen3.5", "qwen3.5 that sees", *(name for name in MIXTURES if name != "qwen3-moe"))
 ONE_IN_CI = [
     name if name in ("qwen3.5", "nemotron-h") else pytest.param(name, marks=pytest.mark.slow) for name in PACKED
@@ -45,7 +42,6 @@ ONE_IN_CI = [
 TOLERANCE = 1e-3
 """Of a tensor's largest element. Gradients of a delta rule's decays are small sums of large numbers: 2e-4 was seen."""
 ADAPTER = spec()
-WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 
 
 @pytest.fixture(scope="session")
@@ -63,26 +59,12 @@ def family_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
 FamilyPath = Callable[[str], str]
 
 
-def _backend(path: str, *, merge: bool = False, rows: int = 4096, **trainer: Any) -> LoraBackend:
-    settings = {"micro_batch_tokens": rows, "merge_passes": merge, **trainer}
-    return LoraBackend(
-        load_config(
-            {"base_model": path, "backend_config": {f"trainer.{key}": value for key, value in settings.items()}}
-        )
-    )
-
-
 def _turns() -> list[Datum]:
     """Each datum continues the one before by several chunks, by rows of one chunk, or by one row; one leaves early."""
     (whole,), (branch,) = rl(7, 120), rl(8, 100)
     branch.tokens[:70] = whole.tokens[:70]
     lengths = (20, 90, 91, 120)
-    return [branch, *(_cut(whole, length) for length in lengths)]
-
-
-def _cut(datum: Datum, length: int) -> Datum:
-    inputs: dict[str, Any] = {name: array[:length] for name, array in datum.loss_inputs.items()}
-    return Datum(datum.tokens[:length].copy(), inputs)
+    return [branch, *(cut(whole, length) for length in lengths)]
 
 
 def _data() -> list[Datum]:
@@ -105,21 +87,21 @@ def _assert_close(one: tuple[list[PassResult], Any], other: tuple[list[PassResul
     assert_close(one[1], other[1], TOLERANCE)
 
 
-@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize("family", ONE_IN_CI)
 def test_shared_prompts_hand_on_their_state_and_collect_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family_path: FamilyPath, family: str
 ) -> None:
-    shared = _learn(_backend(family_path(family)), tmp_path / "shared")
+    shared = _learn(make_backend(path=family_path(family)), tmp_path / "shared")
     assert shared[0][0].metrics["computed_tokens:sum"] < 0.6 * shared[0][0].metrics["num_tokens:sum"]
     monkeypatch.setattr(prefixes, "MIN_SAVED_ROWS", 10**9)
-    _assert_close(shared, _learn(_backend(family_path(family)), tmp_path / "apart"))
+    _assert_close(shared, _learn(make_backend(path=family_path(family)), tmp_path / "apart"))
 
 
 @pytest.mark.parametrize("family", ONE_IN_CI)
 def test_other_passes_do_not_change_a_bit(tmp_path: Path, family_path: FamilyPath, family: str) -> None:
     states = []
     for number, others in enumerate(([], [train("a", _data()[::-1], "ppo"), train("b", sft(2, 30, 40))])):
-        backend = _backend(family_path(family))
+        backend = make_backend(path=family_path(family))
         for model_id in "abc":
             backend.create_model(model_id, spec())
         ok(backend.run([*others, train("c", _data(), "ppo"), *others]))
@@ -131,10 +113,10 @@ def test_other_passes_do_not_change_a_bit(tmp_path: Path, family_path: FamilyPat
 def test_tenants_in_one_micro_batch_change_at_most_rounding_and_keep_their_overflow(
     tmp_path: Path, family_path: FamilyPath, family: str
 ) -> None:
-    alone = _backend(family_path(family))
+    alone = make_backend(path=family_path(family))
     alone.create_model("m", spec(4, 1))
     ok(alone.run([train("m", _data(), "ppo")]))
-    merged = _backend(family_path(family), merge=True)
+    merged = make_backend(path=family_path(family), merge=True)
     for model_id, rank in (("first", 2), ("m", 4), ("last", 8)):
         merged.create_model(model_id, spec(rank, 1))
     passes = [train("first", overflowing(), "importance_sampling"), train("m", _data(), "ppo")]
@@ -146,22 +128,15 @@ def test_tenants_in_one_micro_batch_change_at_most_rounding_and_keep_their_overf
 def test_recomputed_layers_and_blocks_give_the_same_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family_path: FamilyPath, family: str
 ) -> None:
-    kept = _learn(_backend(family_path(family), gradient_checkpointing=False), tmp_path / "kept")
-    again = _learn(_backend(family_path(family), gradient_checkpointing=True), tmp_path / "again")
+    kept = _learn(make_backend(path=family_path(family), gradient_checkpointing=False), tmp_path / "kept")
+    again = _learn(make_backend(path=family_path(family), gradient_checkpointing=True), tmp_path / "again")
     assert_same(again[1], kept[1])
     for module in (recurrent, scans):
         monkeypatch.setattr(module, "KEPT_ROWS", 0)
     monkeypatch.setattr(scans, "BLOCK_ROWS", 16)
-    _assert_close(_learn(_backend(family_path(family), gradient_checkpointing=True), tmp_path / "blocks"), kept)
-
-
-@pytest.mark.parametrize("family", ONE_IN_CI)
-def test_the_guess_of_what_a_row_keeps_is_replaced_by_a_measurement(family_path: FamilyPath, family: str) -> None:
-    backend = _backend(family_path(family), gradient_checkpointing="auto")
-    backend.create_model("m", spec())
-    chosen: Any = rank_of(backend).base.packed.recomputation
-    ok(backend.run([train("m", sft(1, 100, 100))]))
-    assert chosen._measured_rows >= recomputation.MEASURED_ROWS
+    _assert_close(
+        _learn(make_backend(path=family_path(family), gradient_checkpointing=True), tmp_path / "blocks"), kept
+    )
 
 
 @pytest.fixture
@@ -175,7 +150,7 @@ def ranks() -> Iterator[Callable[..., LoraBackend]]:
 def test_ranks_train_as_one_device_does(
     tmp_path: Path, ranks: Callable[..., LoraBackend], family_path: FamilyPath, family: str
 ) -> None:
-    expected = _learn(_backend(family_path(family), rows=200), tmp_path / "one")
+    expected = _learn(make_backend(path=family_path(family), micro_batch_tokens=200), tmp_path / "one")
     sharded = ranks(2, path=family_path(family), micro_batch_tokens=200)
     _assert_close(_learn(sharded, tmp_path / "ranks"), expected)
 

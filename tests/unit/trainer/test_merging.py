@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from torch_lora_support import base_path, make_backend, ok, sft, spec, train
+from torch_lora_support import base_path, make_backend, ok, sft, spec, stock_logprobs, train
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -46,9 +46,7 @@ def distance(model: Any, logprobs: list[Any]) -> float:
     apart = 0.0
     for datum, expected in zip(DATA, logprobs, strict=True):
         with torch.inference_mode():
-            logits = model(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0].float()
-        targets = torch.from_numpy(datum.loss_inputs["target_tokens"])
-        own = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0].numpy()
+            own = stock_logprobs(model, datum).float().numpy()
         apart = max(apart, float(np.abs(own - expected).max()))
     return apart
 

@@ -16,30 +16,30 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from torch.func import functional_call
 from torch_lora_support import (
     assert_close,
     assert_same,
     files_saved,
     grpo,
+    make_backend,
     make_full,
-    make_ranks,
     ok,
     rl,
     saved,
     sft,
     spec,
+    stock_logprobs,
+    stock_terms,
     train,
 )
+from trainer_kinds import WHOLE
 from transformers import AutoConfig
 
-from skyrl.base.config.loading import load_config
 from skyrl.base.model_files import layers_with_experts, model_config
-from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.experts.routing import CORRECTION, Routing, own_experts, routers_of
 from skyrl.trainer.lora.adapter import Adapter
 from skyrl.trainer.model.loading import load_model, model_class
-from skyrl.trainer.protocol import AdamParams, Backend, Datum, TrainingPass
+from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.architectures.facts import facts_of
 from tests.architectures.figures import record
@@ -76,22 +76,12 @@ def _stock(family: str, dtype: torch.dtype = torch.float64) -> Any:
     return model_class(AutoConfig.from_pretrained(path)).from_pretrained(path, **plain, dtype=dtype).eval()
 
 
-def _backend(family: str, *, merge: bool = False, budget: int = 4096, **trainer: Any) -> LoraBackend:
-    settings = {"merge_passes": merge, "micro_batch_tokens": budget, **trainer}
-    given = {f"trainer.{name}": value for name, value in settings.items()}
-    return LoraBackend(load_config({"base_model": _path(family), "backend_config": given}))
-
-
-def _step(backend: Backend, model_id: str = "m") -> None:
-    """So that lora_B is not 0."""
-    ok(backend.run([train(model_id, sft(0, *LENGTHS))]))
-    backend.optim_step(model_id, AdamParams(learning_rate=1e-2))
-
-
 def _trained(family: str, **options: Any) -> LoraBackend:
-    backend = _backend(family, **options)
-    backend.create_model("m", spec(4, 11))
-    _step(backend)
+    """With a model that has made a step, so that lora_B is not 0."""
+    backend = make_backend(path=_path(family), **options)
+    backend.create_model("m", spec(3, 11))
+    ok(backend.run([train("m", sft(0, *LENGTHS))]))
+    backend.optim_step("m", AdamParams(learning_rate=1e-2))
     return backend
 
 
@@ -129,11 +119,6 @@ def _merged(stock: Any, adapter: Adapter, leaves: dict[str, Tensor]) -> dict[str
     return parameters
 
 
-def _logprobs(logits: Tensor, datum: Datum) -> Tensor:
-    targets = torch.from_numpy(datum.loss_inputs["target_tokens"])
-    return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-
-
 def _follow(routing: Routing, datum: Datum) -> None:
     """How routers weigh given experts is tested in test_routers.py."""
     experts = datum.loss_inputs.get("routed_experts")
@@ -142,11 +127,16 @@ def _follow(routing: Routing, datum: Datum) -> None:
     routing.follow([packed])
 
 
-@pytest.mark.parametrize("replay", [False, True])
-@pytest.mark.parametrize("family", TRIED)
+@pytest.mark.parametrize(
+    ("family", "replay"),
+    [
+        *((family, False) for family in TRIED),
+        *(pytest.param(family, True, marks=() if family in IN_CI else pytest.mark.slow) for family in TRIED),
+    ],
+)
 def test_logprobs_and_gradients_equal_autograd_on_merged_weights(tmp_path: Path, family: str, replay: bool) -> None:
     """Samples of one prompt share its rows."""
-    backend = _trained(family, budget=48)
+    backend = _trained(family, micro_batch_tokens=48)
     adapter, stock = rank_of(backend).adapters["m"], _stock(family)
     data = [*rl(4, *LENGTHS), *grpo(5, 2, 4, 9)]
     if replay:
@@ -159,12 +149,10 @@ def test_logprobs_and_gradients_equal_autograd_on_merged_weights(tmp_path: Path,
     loss, largest = torch.zeros((), dtype=torch.float64), 0.0
     for datum, logprobs in zip(data, result.logprobs, strict=True):
         _follow(routing, datum)
-        given = {"input_ids": torch.from_numpy(datum.tokens)[None], "use_cache": False}
-        lp = _logprobs(functional_call(stock, parameters, kwargs=given).logits[0], datum)
+        lp = stock_logprobs(stock, datum, parameters)
         np.testing.assert_allclose(logprobs, lp.detach(), atol=LOGPROB_BOUND * (2 if family in HYBRIDS else 1))
         largest = max(largest, float(np.abs(logprobs - lp.detach().numpy()).max()))
-        inputs = {name: torch.from_numpy(value) for name, value in datum.loss_inputs.items()}
-        loss = loss - ((lp - inputs["logprobs"]).exp() * inputs["advantages"]).sum()
+        loss = loss + stock_terms(lp, datum).sum()
     gradients = torch.autograd.grad(loss, list(leaves.values()))
     theirs = {f"gradient.{name}": value for name, value in zip(leaves, gradients, strict=True)}
     ours = {name: one for name, one in saved(backend, "m", tmp_path).items() if name.startswith("gradient.")}
@@ -187,7 +175,14 @@ neither that of a layer without experts, nor that of a shared expert."""
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys .*vision_model:UserWarning")  # they do nothing
-@pytest.mark.parametrize("family", [family for family in TRIED if family not in PEFT_LACKS])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in ("qwen3-moe", "gpt-oss", "deepseek-v3") else pytest.mark.slow)
+        for family in TRIED
+        if family not in PEFT_LACKS
+    ],
+)
 def test_peft_loads_a_saved_adapter_and_computes_the_same_with_it(tmp_path: Path, family: str) -> None:
     backend = _trained(family)
     adapter = rank_of(backend).adapters["m"]
@@ -201,107 +196,34 @@ def test_peft_loads_a_saved_adapter_and_computes_the_same_with_it(tmp_path: Path
     data = sft(4, *LENGTHS)
     (result,) = ok(backend.run([TrainingPass("m", data, "cross_entropy", backward=False)]))
     for datum, logprobs in zip(data, result.logprobs, strict=True):
-        logits = model(input_ids=torch.from_numpy(datum.tokens)[None], use_cache=False).logits[0]
-        np.testing.assert_allclose(logprobs, _logprobs(logits, datum).detach(), atol=LOGPROB_BOUND)
-
-
-def _tenants(family: str, *, merge: bool) -> LoraBackend:
-    backend = _backend(family, merge=merge, budget=256)
-    specs = {"a": spec(8, 5), "plain": spec(8, 1, train_mlp=False), "b": spec(3, 7, train_attn=False)}
-    for number, (name, of_tenant) in enumerate(specs.items()):
-        backend.create_model(name, of_tenant)
-        generator = torch.Generator().manual_seed(number)
-        weights = rank_of(backend).adapters[name].weights
-        weights.add_(torch.randn(weights.shape, generator=generator) * 0.02)
-    return backend
+        np.testing.assert_allclose(logprobs, stock_logprobs(model, datum).detach(), atol=LOGPROB_BOUND)
 
 
 @pytest.mark.parametrize("family", SOME)
-def test_tenants_in_one_micro_batch_differ_from_each_alone_by_rounding(tmp_path: Path, family: str) -> None:
-    """Adapters with and without experts, of two ranks, and rows of the same expert in several adapters."""
-    states = []
-    for merge in (False, True):
-        backend = _tenants(family, merge=merge)
-        names = list(rank_of(backend).adapters)
-        ok(backend.run([train(name, _with_experts(backend, sft(n, 20, 9), n)) for n, name in enumerate(names)]))
-        states.append({name: saved(backend, name, tmp_path / f"{name}-{merge}") for name in names})
-    for name, alone in states[0].items():
-        assert_close(alone, states[1][name], 2e-5 if family in HYBRIDS else 1e-5)
-
-
-@pytest.mark.parametrize("family", SOME)
-def test_recomputed_layers_give_the_same_bits_also_with_routed_experts(tmp_path: Path, family: str) -> None:
-    states = []
-    for number, checkpointing in enumerate((False, True)):
-        backend = _trained(family, gradient_checkpointing=checkpointing, budget=48)
-        ok(backend.run([train("m", _with_experts(backend, sft(3, *LENGTHS)))]))
-        states.append(saved(backend, "m", tmp_path / str(number)))
-    assert_same(states[0], states[1])
-
-
-@pytest.mark.parametrize("family", SOME)
-def test_a_state_continues_to_the_last_bit(tmp_path: Path, family: str) -> None:
-    first = _trained(family)
-    ok(first.run([train("m", sft(5, *LENGTHS))]))
-    state = saved(first, "m", tmp_path / "first")
-    second = _backend(family)
-    second.create_model("m", spec(4, 0))
-    second.load_state("m", tmp_path / "first", optimizer=True)
-    assert_same(saved(second, "m", tmp_path / "second"), state)
-
-
-@pytest.mark.parametrize("family", TRIED)
-def test_config_json_says_which_layers_have_experts(family: str) -> None:
-    stock = _stock(family)
+def test_config_json_and_the_start_up_probe_say_which_layers_and_experts_are_used(family: str) -> None:
+    stock, base = _stock(family, torch.float32), rank_of(make_backend(path=_path(family))).base
     routers = set(map(id, routers_of(stock)))
     names = [name for name, module in stock.named_modules() if id(module) in routers]
-    assert names
-    assert layers_with_experts(model_config(_path(family))) == [
-        int(name.split("layers.")[1].split(".")[0]) for name in names
-    ]
-
-
-@pytest.mark.parametrize("family", TRIED)
-def test_the_experts_of_the_start_up_probe_are_those_that_transformers_uses(family: str) -> None:
-    base = rank_of(_backend(family)).base
+    layers = [int(name.split("layers.")[1].split(".")[0]) for name in names]
+    assert layers_with_experts(model_config(_path(family))) == layers != []
     recorded = base.packed.routing.recorded
     assert recorded is not None
-    stock = _stock(family, torch.float32)
     own = torch.cat([own_experts(stock, row[0]) for row in base.probe_rows()])
     assert torch.equal(recorded[: len(own)].sort().values, own.sort().values)  # those of pictures come last
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt-oss", "deepseek-v3"])
-def test_ranks_replay_the_routing_as_one_device_does(tmp_path: Path, family: str) -> None:
-    alone = _trained(family)
-    data = _with_experts(alone, sft(3, *LENGTHS))
-    (expected,) = ok(alone.run([train("m", data)]))
-    ranks = make_ranks(2, path=_path(family))
-    try:
-        assert ranks.limits == alone.limits
-        ranks.create_model("m", spec(4, 11))
-        _step(ranks)
-        (result,) = ok(ranks.run([train("m", data)]))
-        for one, other in zip(result.logprobs, expected.logprobs, strict=True):
-            np.testing.assert_allclose(one, other, atol=5e-5)
-        assert_close(saved(ranks, "m", tmp_path / "ranks"), saved(alone, "m", tmp_path / "alone"), 2e-3)
-    finally:
-        ranks.close()
 
 
 @pytest.mark.parametrize("family", SOME)
 def test_full_fine_tuning_equals_autograd_and_saves_the_whole_model(tmp_path: Path, family: str) -> None:
     backend = make_full(path=_path(family))
-    backend.create_model("m", LoraSpec(rank=0, alpha=32.0, seed=0))
+    backend.create_model("m", WHOLE)
     stock = _stock(family, torch.float32)
     data = sft(3, *LENGTHS)
     (result,) = ok(backend.run([train("m", data)]))
     loss = torch.zeros(())
     for datum, logprobs in zip(data, result.logprobs, strict=True):
-        lp = _logprobs(stock(input_ids=torch.from_numpy(datum.tokens)[None], use_cache=False).logits[0], datum)
+        lp = stock_logprobs(stock, datum)
         np.testing.assert_allclose(logprobs, lp.detach(), atol=LOGPROB_BOUND)
-        loss = loss - (torch.from_numpy(datum.loss_inputs["weights"]) * lp).sum()
+        loss = loss + stock_terms(lp, datum).sum()
     loss.backward()
     found = files_saved(backend, "m", tmp_path / "state")
     ours = {name: tensor for name, tensor in found.items() if name.startswith("gradient.")}
@@ -312,8 +234,7 @@ def test_full_fine_tuning_equals_autograd_and_saves_the_whole_model(tmp_path: Pa
     (result,) = ok(backend.run([TrainingPass("m", data, "cross_entropy", backward=False)]))
     again = type(stock).from_pretrained(tmp_path, attn_implementation="eager").eval()
     for datum, logprobs in zip(data, result.logprobs, strict=True):
-        lp = _logprobs(again(input_ids=torch.from_numpy(datum.tokens)[None], use_cache=False).logits[0], datum)
-        np.testing.assert_allclose(logprobs, lp.detach(), atol=LOGPROB_BOUND)
+        np.testing.assert_allclose(logprobs, stock_logprobs(again, datum).detach(), atol=LOGPROB_BOUND)
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3", "minimax-m2", "kimi-linear"])

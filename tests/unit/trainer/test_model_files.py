@@ -11,15 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch_lora_support import base_path, make_full, ok, sft, train
+from trainer_kinds import WHOLE
 
 from skyrl.base.config.server import ConfigError
-from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.protocol import AdamParams
 from skyrl.trainer.ranks.full_backend import FullBackend
 from tests.families import make_family
 from tests.local_ranks import rank_of
 
-WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 OTHERS = {
     "mtp.layers.0.norm.weight": torch.arange(5, dtype=torch.bfloat16),
     "mtp.layers.0.bias": torch.tensor(1.5, dtype=torch.float64),

@@ -12,22 +12,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cachetools import LRUCache
-from picture_support import SEEING_FAMILIES, Picture, Sequences, group, made_once, mixed, text
-from torch_lora_support import assert_close, assert_same, ok, rl, saved, sft, spec, train
+from picture_support import SEEING_FAMILIES, Picture, Sequences, group, made_once, mixed, of_transformers, text
+from torch_lora_support import assert_close, assert_same, make_backend, ok, rl, saved, sft, spec, train
+from trainer_kinds import STEP
+from transformers import AutoConfig
 
 from skyrl.base.config.loading import load_config
-from skyrl.trainer.protocol import AdamParams, TrainingPass
+from skyrl.trainer.model.loading import model_class
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.rows import prefixes
+from skyrl.trainer.rows.packing import positions_of
 from skyrl.trainer.vision import Seen
 from tests.local_ranks import rank_of
 
-STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
-"""With an `eps` above the rounding of gradients, as in test_ranks."""
 TOLERANCE = 1e-3
 """As in test_families_packed."""
 BackendOf = Callable[..., LoraBackend]
+SOME = [*SEEING_FAMILIES[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in SEEING_FAMILIES[2:])]
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +42,8 @@ def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 def backend_of(path_of: Callable[[str], str]) -> BackendOf:
     """A backend on a family's tiny model, with a model "m"."""
 
-    def make(family: str = "qwen3-vl", *, merge: bool = False, rows: int = 4096, **trainer: Any) -> LoraBackend:
-        settings = {"micro_batch_tokens": rows, "merge_passes": merge, **trainer}
-        keys = {f"trainer.{key}": value for key, value in settings.items()}
-        backend = LoraBackend(load_config({"base_model": path_of(family), "backend_config": keys}))
+    def make(family: str = "qwen3-vl", **options: Any) -> LoraBackend:
+        backend = make_backend(path=path_of(family), **options)
         backend.create_model("m", spec(4, 1))
         return backend
 
@@ -74,7 +75,7 @@ def _assert_close(one: Any, other: Any) -> None:
     assert_close(one[1], other[1], TOLERANCE)
 
 
-@pytest.mark.parametrize("family", SEEING_FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_a_group_about_one_picture_computes_picture_and_prompt_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend_of: BackendOf, family: str
 ) -> None:
@@ -128,15 +129,6 @@ def test_text_alone_gives_the_same_bits_with_a_tower_and_without(
     assert_same(*states)
 
 
-def test_a_sequence_of_text_beside_pictures_is_unchanged(backend_of: BackendOf) -> None:
-    sequences = mixed()
-    (alone,) = [index for index, datum in enumerate(sequences.data) if not datum.pictures]
-    backend = backend_of()
-    (result,) = ok(backend.run([sequences.to("m", backward=False)]))
-    (expected,) = ok(backend.run([TrainingPass("m", [sequences.data[alone]], "cross_entropy", backward=False)]))
-    np.testing.assert_allclose(result.logprobs[alone], expected.logprobs[0], atol=2e-5)
-
-
 @pytest.mark.parametrize("family", SEEING_FAMILIES[:2])
 def test_other_passes_do_not_change_a_bit(tmp_path: Path, backend_of: BackendOf, family: str) -> None:
     states = []
@@ -149,7 +141,7 @@ def test_other_passes_do_not_change_a_bit(tmp_path: Path, backend_of: BackendOf,
     assert_same(*states)
 
 
-@pytest.mark.parametrize("family", SEEING_FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_two_tenants_in_one_micro_batch_share_pictures_and_change_at_most_rounding(
     tmp_path: Path, backend_of: BackendOf, family: str
 ) -> None:
@@ -169,23 +161,6 @@ def test_recomputed_layers_give_the_same_bits(tmp_path: Path, backend_of: Backen
     kept = _learn(backend_of(gradient_checkpointing=False), mixed(), tmp_path / "kept")
     again = _learn(backend_of(gradient_checkpointing=True), mixed(), tmp_path / "again")
     assert_same(again[1], kept[1])
-
-
-def test_slices_of_few_rows_change_at_most_rounding(tmp_path: Path, backend_of: BackendOf) -> None:
-    whole = _learn(backend_of(), mixed(), tmp_path / "whole")
-    _assert_close(_learn(backend_of(rows=40), mixed(), tmp_path / "cut"), whole)
-
-
-def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path, backend_of: BackendOf) -> None:
-    first = backend_of()
-    _learn(first, mixed(), tmp_path / "saved", "cross_entropy")
-    second = backend_of()
-    second.load_state("m", tmp_path / "saved", optimizer=True)
-    states = []
-    for number, backend in enumerate((first, second)):
-        backend.optim_step("m", STEP)
-        states.append(_learn(backend, group(Picture.drawn(5), 4), tmp_path / str(number), "ppo"))
-    assert_same(states[0][1], states[1][1])
 
 
 def test_what_the_tower_made_is_kept_between_passes_and_for_all_models(backend_of: BackendOf) -> None:
@@ -220,14 +195,6 @@ def test_kept_pictures_are_bounded_in_bytes_and_the_longest_unused_go_first(back
     assert tower._kept.currsize == 0
 
 
-def test_a_backend_that_keeps_nothing_computes_the_same(tmp_path: Path, backend_of: BackendOf) -> None:
-    expected = _learn(backend_of(), mixed(), tmp_path / "kept")
-    backend = backend_of(rows=40)
-    tower: Any = rank_of(backend).base.tower
-    tower._kept = _bounded(0)
-    _assert_close(_learn(backend, mixed(), tmp_path / "none"), expected)
-
-
 def test_passes_of_one_model_share_a_picture_and_a_wrong_one_fails_alone(backend_of: BackendOf) -> None:
     """With merged passes, those of one model run as one where they have prompts in common."""
     picture = Picture.drawn(1)
@@ -249,3 +216,32 @@ def test_passes_of_one_model_share_a_picture_and_a_wrong_one_fails_alone(backend
     for outcome, before in zip(ok([outcomes[0], outcomes[2]]), results, strict=True):
         for logprobs, earlier in zip(outcome.logprobs, before.logprobs, strict=True):
             np.testing.assert_allclose(logprobs, earlier, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", SEEING_FAMILIES[:2])
+def test_positions_are_those_of_transformers(path_of: Callable[[str], str], family: str) -> None:
+    path = path_of(family)
+    model: Any = model_class(AutoConfig.from_pretrained(path)).from_pretrained(path)
+    sequences = mixed()
+    for datum in sequences.data:
+        inputs = of_transformers(path, datum, sequences.files)
+        grids = inputs.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
+        seen = {
+            picture.digest: Seen((grid[1] // 2, grid[2] // 2), torch.zeros(picture.tokens, 1))
+            for picture, grid in zip(datum.pictures, grids.tolist(), strict=True)
+        }
+        types = inputs.get("mm_token_type_ids", torch.zeros_like(inputs["input_ids"], dtype=torch.int32))
+        expected, _ = model.model.get_rope_index(inputs["input_ids"], types, grids)
+        np.testing.assert_array_equal(positions_of(datum, seen), expected[:, 0])
+
+
+def test_a_picture_right_behind_another_begins_after_its_longer_side() -> None:
+    """transformers takes both for one picture; vLLM counts as here."""
+    a, b = Picture.drawn(1, 2, 3), Picture.drawn(2, 1, 2)
+    datum = Sequences().add(text(1, 2), a, b, text(2, 2))
+    seen = {each.digest: Seen((each.rows, each.columns), torch.zeros(each.tokens, 1)) for each in (a, b)}
+    assert positions_of(datum, seen).tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 5, 7, 8],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 5, 7, 8],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 8],
+    ]

@@ -10,26 +10,22 @@ import numpy as np
 import pytest
 import torch
 from picture_support import SEEING_FAMILIES, Picture, Sequences, group, logprobs_of, made_once, mixed, text
-from rank_support import closed_at_end
 from safetensors.torch import load_file
-from torch_lora_support import assert_close, assert_same, files_saved, make_full, make_ranks, ok, saved, spec
+from torch_lora_support import assert_close, assert_same, files_saved, ok, saved, spec, stock_terms
+from trainer_kinds import FULL, LORA, STEP, WHOLE, Kind, closed_at_end
 from transformers import AutoConfig
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.device import ALIGNMENT
 from skyrl.trainer.model.loading import model_class
-from skyrl.trainer.protocol import AdamParams, Backend, InvalidRequest, PassResult, TrainingPass
+from skyrl.trainer.protocol import Backend, InvalidRequest, PassResult, TrainingPass
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.local_ranks import rank_of
 
-STEP = AdamParams(learning_rate=1e-2, eps=0.1, grad_clip_norm=100.0)
-"""With an `eps` above the rounding of gradients, as in test_ranks."""
 TOLERANCE = 1e-3
 """As in test_families_packed."""
 GRADIENT_BOUND = {"qwen3.5 that sees": 5e-4, "qwen3.5-moe that sees": 5e-4}
 """Gradients of the delta rule's decays are small sums of large numbers: 1e-4 was seen."""
-WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 ONE_IN_CI = ["qwen3-vl", *(pytest.param(name, marks=pytest.mark.slow) for name in SEEING_FAMILIES[1:])]
 
 
@@ -39,30 +35,30 @@ def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 PathOf = Callable[[str], str]
+Make = Callable[..., Any]
 
 
 @pytest.fixture
-def ranks() -> Iterator[Callable[..., LoraBackend]]:
-    with closed_at_end(make_ranks) as make:
+def make(path_of: PathOf) -> Iterator[Callable[..., Any]]:
+    """Backends of a kind on a family's tiny model; closed at the end."""
+
+    def made(kind: Kind, family: str, ranks: int = 1, *, rows: int = 60) -> Any:
+        return kind.backend(ranks, path=path_of(family), micro_batch_tokens=rows)
+
+    with closed_at_end(made) as make:
         yield make
 
 
-@pytest.fixture
-def full() -> Iterator[Callable[..., Any]]:
-    with closed_at_end(make_full) as make:
-        yield make
-
-
-def _learn(backend: Backend, path: Path, lora: LoraSpec, files: Callable[..., Any]) -> tuple[list[PassResult], Any]:
+def _learn(backend: Backend, path: Path, kind: Kind) -> tuple[list[PassResult], Any]:
     """A step, then gradients that wait: results, and weights, moments and gradients."""
-    backend.create_model("m", lora)
+    backend.create_model("m", kind.model)
     results: list[PassResult] = []
     for _ in range(2):
         passes = [mixed().to("m"), group(Picture.drawn(4), 6).to("m", "ppo"), mixed().to("m", backward=False)]
         results += ok(backend.run(passes))
         if len(results) == 3:
             backend.optim_step("m", STEP)
-    return results, files(backend, "m", path)
+    return results, files_saved(backend, "m", path)
 
 
 def _assert_close(one: Any, other: Any) -> None:
@@ -73,21 +69,15 @@ def _assert_close(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ONE_IN_CI)
-def test_ranks_train_adapters_on_pictures_as_one_device_does(
-    tmp_path: Path, path_of: PathOf, ranks: Callable[..., LoraBackend], family: str
-) -> None:
-    settings = {"trainer.micro_batch_tokens": 60}
-    alone = LoraBackend(load_config({"base_model": path_of(family), "backend_config": settings}))
-    sharded = ranks(2, path=path_of(family), micro_batch_tokens=60)
+@pytest.mark.parametrize("kind", [LORA, FULL], ids=str)
+def test_ranks_train_on_pictures_as_one_device_does(tmp_path: Path, make: Make, kind: Kind, family: str) -> None:
+    alone, sharded = make(kind, family), make(kind, family, 2)
     assert sharded.limits == alone.limits
     assert sharded.limits.sight is not None
-    expected = _learn(alone, tmp_path / "one", spec(), saved)
-    _assert_close(_learn(sharded, tmp_path / "ranks", spec(), saved), expected)
+    _assert_close(_learn(sharded, tmp_path / "ranks", kind), _learn(alone, tmp_path / "one", kind))
 
 
-def test_a_rank_whose_picture_has_other_tokens_fails_its_pass_alone(
-    tmp_path: Path, path_of: PathOf, ranks: Callable[..., LoraBackend]
-) -> None:
+def test_a_rank_whose_picture_has_other_tokens_fails_its_pass_alone(tmp_path: Path, make: Make) -> None:
     wrong = Sequences()
     for seed in range(5):
         placed = Picture.drawn(seed)
@@ -96,7 +86,7 @@ def test_a_rank_whose_picture_has_other_tokens_fails_its_pass_alone(
         wrong.add(text(seed, 9), placed, text(seed, 7), answer=5)
     states = []
     for number, others in enumerate(([], [wrong.to("m")])):
-        backend = ranks(2, path=path_of("qwen3-vl"), micro_batch_tokens=30)
+        backend = make(LORA, "qwen3-vl", 2, rows=30)
         backend.create_model("m", spec())
         outcomes = backend.run([*others, mixed().to("m")])
         for outcome in outcomes[:-1]:
@@ -111,10 +101,9 @@ def test_a_rank_whose_picture_has_other_tokens_fails_its_pass_alone(
 
 @pytest.mark.parametrize("family", ONE_IN_CI)
 def test_a_whole_model_trains_on_pictures_as_transformers_does_and_keeps_its_tower(
-    tmp_path: Path, path_of: PathOf, full: Callable[..., Any], family: str
+    tmp_path: Path, path_of: PathOf, make: Make, family: str
 ) -> None:
-    path = path_of(family)
-    backend = full(path=path, micro_batch_tokens=4096)
+    path, backend = path_of(family), make(FULL, family, rows=4096)
     backend.create_model("m", WHOLE)
     sequences = mixed()
     (result,) = ok(backend.run([sequences.to("m")]))
@@ -123,7 +112,7 @@ def test_a_whole_model_trains_on_pictures_as_transformers_does_and_keeps_its_tow
     for datum, logprobs in zip(sequences.data, result.logprobs, strict=True):
         expected = logprobs_of(model, path, datum, sequences.files)
         np.testing.assert_allclose(logprobs, expected.detach(), atol=5e-5)
-        loss = loss - (torch.from_numpy(datum.loss_inputs["weights"]) * expected).sum()
+        loss = loss + stock_terms(expected, datum).sum()
     loss.backward()
     stored = files_saved(backend, "m", tmp_path / "state")
     ours = {name: tensor for name, tensor in stored.items() if name.startswith("gradient.")}
@@ -143,15 +132,6 @@ def test_a_whole_model_trains_on_pictures_as_transformers_does_and_keeps_its_tow
     assert towers
     for name in before:
         assert torch.equal(before[name], after[name]) == (name in towers), name
-
-
-@pytest.mark.parametrize("family", ONE_IN_CI)
-def test_ranks_train_a_whole_model_on_pictures_as_one_device_does(
-    tmp_path: Path, path_of: PathOf, full: Callable[..., Any], family: str
-) -> None:
-    expected = _learn(full(path=path_of(family), micro_batch_tokens=60), tmp_path / "one", WHOLE, files_saved)
-    sharded = full(path=path_of(family), ranks=2, micro_batch_tokens=60)
-    _assert_close(_learn(sharded, tmp_path / "ranks", WHOLE, files_saved), expected)
 
 
 def test_experts_of_the_sampler_are_followed_at_pictures(path_of: PathOf) -> None:
@@ -175,10 +155,9 @@ def test_experts_of_the_sampler_are_followed_at_pictures(path_of: PathOf) -> Non
     np.testing.assert_allclose(followed.logprobs[1], other.logprobs[1], atol=2e-5)
 
 
-def test_the_tower_lies_in_memory_where_torch_would_put_it(path_of: PathOf, full: Callable[..., Any]) -> None:
+def test_the_tower_lies_in_memory_where_torch_would_put_it(make: Make) -> None:
     """Else its last bits could be others after a restart."""
-    path = path_of("qwen3-vl")
-    adapters = LoraBackend(load_config({"base_model": path}))
-    for tower in (rank_of(adapters).base.tower, rank_of(full(path=path)).base.tower):
+    for kind in (LORA, FULL):
+        tower = rank_of(make(kind, "qwen3-vl")).base.tower
         assert tower is not None
         assert all(parameter.data_ptr() % ALIGNMENT == 0 for parameter in tower.module.parameters())

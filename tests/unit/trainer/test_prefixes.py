@@ -156,13 +156,6 @@ def test_groups_of_samples_and_growing_conversations_stay_in_one_slice() -> None
     assert _copies(growing, tree, [*range(121)]) == 0
 
 
-def test_a_family_with_many_copies_is_cut_apart_from_the_others() -> None:
-    data = [*_data([*range(500, 600), 1], [*range(500, 600), 2]), *_branching(60), *_data([*range(700, 800)])]
-    parts = prefix_tree(data).cut(4096)
-    assert len(parts) > 2
-    assert sum({0, 1} <= set(part) for part in parts) == 1
-
-
 @given(SEQUENCES, st.integers(0, 3), st.integers(1, 30), st.integers(1, 3))
 def test_every_part_has_few_copies(sequences: list[list[int]], most: int, budget: int, ranks: int) -> None:
     data = _data(*sequences)

@@ -10,20 +10,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch_lora_support import VOCAB, base_path, make_backend, make_full, ok, sft, spec
+from torch_lora_support import VOCAB, base_path, make_backend, ok, sft, spec
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.types.weights import LoraSpec
 from skyrl.engine.trainer_probes import TrainerProbes, median_size, probe_tokens
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.checkpoint_store.versions import version_directory
-from skyrl.trainer.lora.adapter import kind_of
-from skyrl.trainer.protocol import Backend, PlaceTaken, TrainingPass
+from skyrl.trainer.protocol import Backend, TrainingPass
 
 ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 EXPERTS = [f"mlp.experts.{each.rpartition('.')[2]}" for each in MLP]
-WHOLE = LoraSpec(rank=0, alpha=32.0, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +33,6 @@ def mixture() -> Iterator[Any]:
 def logprobs(backend: Backend, model_id: str) -> np.ndarray:
     (result,) = ok(backend.run([TrainingPass(model_id, sft(5, 24), "cross_entropy", backward=False)]))
     return result.logprobs[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("model.layers.11.self_attn.q_proj", "self_attn.q_proj"),
-        ("model.language_model.layers.0.mlp.experts.down_proj", "mlp.experts.down_proj"),
-        ("model.layers.3.mlp.shared_expert.down_proj", "mlp.shared_expert.down_proj"),
-        ("lm_head", "lm_head"),
-    ],
-)
-def test_a_kind_of_layer_has_no_number(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
 
 
 def test_experts_are_another_kind_than_the_mlp_of_a_dense_layer(mixture: Backend) -> None:
@@ -87,19 +71,6 @@ def test_another_size_gives_a_multiple_of_the_same_update(mixture: Backend, tmp_
     one, four = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "four"))
     for key, tensor in one.items():
         torch.testing.assert_close(four[key], tensor * (4 if ".lora_B." in key else 1))
-
-
-def test_a_probe_of_a_whole_model_is_the_base_model_as_it_was_loaded() -> None:
-    expected, full = make_backend(), make_full()
-    expected.create_model("base", spec(2))
-    assert full.kinds_of_layers(WHOLE) == []
-    full.create_probe("p", WHOLE)
-    np.testing.assert_allclose(logprobs(full, "p"), logprobs(expected, "base"), rtol=1e-5, atol=1e-5)
-    full.delete_model("p")
-    full.create_model("m", WHOLE)
-    np.testing.assert_allclose(logprobs(full, "m"), logprobs(expected, "base"), rtol=1e-5, atol=1e-5)
-    with pytest.raises(PlaceTaken):
-        full.create_probe("p", WHOLE)
 
 
 def test_every_choice_of_layers_changes_the_trainers_logprobs_far_above_rounding(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Quantized releases become the weights that transformers and compressed-tensors read from them, in one dtype;
-training on one equals training on those weights."""
+"""Quantized releases become the weights that transformers and compressed-tensors read from them, in one dtype, on one
+device and on ranks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch_lora_support import assert_same, make_ranks, ok, saved, sft, spec, train
-from transformers import (
-    AutoModelForCausalLM,
-    CompressedTensorsConfig,
-    FineGrainedFP8Config,
-    PreTrainedModel,
-)
+from torch_lora_support import assert_same, make_ranks, ok, sft, spec, train
+from trainer_kinds import WHOLE
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, PreTrainedModel
 from transformers.utils.quantization_config import Mxfp4Config
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer import create_backend
 from skyrl.trainer.files.config import read_config
 from skyrl.trainer.files.tensor_files import StoredWeights, weight_files
 from skyrl.trainer.model.loading import load_model
-from skyrl.trainer.protocol import AdamParams
 from skyrl.trainer.quantized import format
 from tests.families import make_family
 from tests.quantized import BLOCK, FP8, GROUP, INT4, MXFP4, Stored, block_fp8, int4, mxfp4, quantize
@@ -43,7 +37,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "deepseek-v3": {**WHOLE_BLOCKS, **LATENT, "head_dim": None, "moe_intermediate_size": 128},
     "gpt-oss": {},
 }
-STEP = AdamParams(learning_rate=1e-2)
 
 Quantize = Callable[[str, Tensor], Stored]
 
@@ -154,48 +147,26 @@ class _Slice:
         return self._tensor[rows]
 
 
-def _train(backend: Any, steps: int = 2) -> list[Any]:
-    backend.create_model("m", spec(4, 1))
-    metrics = []
-    for step in range(steps):
-        metrics.append(ok(backend.run([train("m", sft(step, 12, 30, 9))]))[0].metrics)
-        metrics.append(backend.optim_step("m", STEP))
-    return metrics
-
-
-@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
-def test_training_on_a_release_equals_training_on_its_weights(tmp_path: Path, case: int) -> None:
-    family, config, stored, _ = CASES[case]
-    release = _release(family, tmp_path, config, stored)
-    load_model(release, torch.float32).save_pretrained(tmp_path / "same")
-    adapters = []
-    for path in (release, str(tmp_path / "same")):
-        backend: Any = create_backend(load_config({"base_model": path}))
-        adapters.append((_train(backend), saved(backend, "m", tmp_path / f"adapter{len(adapters)}")))
-        backend.close()
-    assert adapters[0][0] == adapters[1][0]
-    assert_same(adapters[0][1], adapters[1][1])
-
-
 @pytest.mark.parametrize("case", [0, pytest.param(3, marks=pytest.mark.slow), 5], ids=[IDS[n] for n in (0, 3, 5)])
 def test_ranks_read_their_rows_of_a_release(tmp_path: Path, case: int) -> None:
     """Rows of a rank begin inside of a block: 3 ranks divide 256 rows."""
     family, config, stored, _ = CASES[case]
     release = _release(family, tmp_path, config, stored)
     load_model(release, torch.float32).save_pretrained(tmp_path / "same")
-    metrics = []
+    found = []
     for path in (release, str(tmp_path / "same")):
         backend = make_ranks(3, path=path)
-        metrics.append(_train(backend, 1))
+        backend.create_model("m", spec(4, 1))
+        found.append(ok(backend.run([train("m", sft(0, 12, 30, 9))]))[0].metrics)
         backend.close()
-    assert metrics[0] == metrics[1]
+    assert found[0] == found[1]
 
 
 def test_full_finetuning_saves_plain_weights_that_say_so(tmp_path: Path) -> None:
     release = _release("qwen3", tmp_path, INT4, int4())
     settings = {"base_model": release, "backend_config": {"trainer.full_finetuning": True}}
     backend = create_backend(load_config(settings))
-    backend.create_model("m", LoraSpec(rank=0, alpha=32.0, seed=0))
+    backend.create_model("m", WHOLE)
     (tmp_path / "saved").mkdir()
     backend.save_adapter("m", tmp_path / "saved")
     assert "quant" not in (tmp_path / "saved" / "config.json").read_text()

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch_lora_support import grpo, make_ranks, ok, sft, spec, train
+from torch_lora_support import grpo, sft, train
 
 from skyrl.trainer.losses import served_losses
 from skyrl.trainer.protocol import OutOfMemory, TrainingPass
-from skyrl.trainer.ranks import lora_backend
 from skyrl.trainer.ranks import plan as plan_module
 from skyrl.trainer.ranks.plan import Plan, RankShare, cut_evenly, make_plan, plan_alone
 from skyrl.trainer.rows.prefixes import prefix_tree
@@ -116,29 +115,6 @@ def test_merged_passes_share_micro_batches_up_to_a_limit_below_the_budget() -> N
     assert [[piece.rows for piece in batch] for batch in batches] == [[12, 12], [12], [50]]
 
 
-@pytest.mark.slow
-def test_merged_passes_over_ranks_on_a_cpu_share_1024_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: list[Plan] = []
-    monkeypatch.setattr(
-        lora_backend, "make_plan", lambda *args, **limit: (plans.append(make_plan(*args, **limit)), plans[-1])[1]
-    )
-    backend = make_ranks(1, merge=True, micro_batch_tokens=4096)
-    try:
-        for number in range(4):
-            backend.create_model(str(number), spec())
-        ok(
-            backend.run(
-                [
-                    TrainingPass(str(number), sft(number, *[125] * 3), "cross_entropy", backward=False)
-                    for number in range(4)
-                ]
-            )
-        )
-    finally:
-        backend.close()
-    assert [[piece.rows for piece in batch] for batch in plans[0].of(0)] == [[375, 375], [375, 375]]
-
-
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("step", ["divide", "_first_rank"])
 def test_no_memory_to_cut_a_pass_fails_that_pass_alone(monkeypatch: pytest.MonkeyPatch, merge: bool, step: str) -> None:
@@ -156,17 +132,6 @@ def test_no_memory_to_cut_a_pass_fails_that_pass_alone(monkeypatch: pytest.Monke
     assert isinstance(plan.failed[1], OutOfMemory)
     assert [len(piece.data) for number in (0, 1, 2) for _, piece in plan.pieces_of(number)] == [1, 1]
     assert plan.count == expected.count
-
-
-def test_few_cuts_are_tried_where_two_sequences_have_more_rows_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[int] = []
-    spread = plan_module._spread
-    monkeypatch.setattr(
-        plan_module, "_spread", lambda tree, rounds, *rest: (tried.append(rounds), spread(tree, rounds, *rest))[1]
-    )
-    rounds = cut_evenly(prefix_tree(sft(0, *[33] * 200)), 2, BUDGET)
-    assert [len(part) for parts in rounds for part in parts] == [1] * 200
-    assert len(tried) <= 10, "one by one these were 49"
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -1,291 +1,138 @@
-"""Several ranks against training without ranks: losses, logprobs, gradients and weights; the same bits again."""
+"""What only several ranks promise: how they end when one dies, hangs or computes something else; that they decide
+together; what each gathers and holds; and the arithmetic of GPUs, tried on CPUs."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from rank_support import (
-    STEP,
-    TOLERANCE,
-    Run,
-    assert_close_runs,
-    assert_same_runs,
-    closed_at_end,
-    learn_together,
-    uneven_passes,
-)
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch_lora_support import (
-    VOCAB,
-    assert_close,
-    assert_same,
-    make_backend,
-    make_ranks,
-    ok,
-    overflowing,
-    rl,
-    saved,
-    sft,
-    spec,
-    train,
-)
+from torch_lora_support import VOCAB, base_path, files_saved, ok, sft, spec, stored_tensors, train
+from trainer_kinds import EXPERTS, FULL, LORA, STEP, WHOLE, closed_at_end
 
+from skyrl.base.config.server import ConfigError
 from skyrl.trainer.lora.adapter import Target
+from skyrl.trainer.model import base_model as model_module
 from skyrl.trainer.model import logprobs as logprobs_module
 from skyrl.trainer.model import recomputation
 from skyrl.trainer.model.row_budget import RowBudget, measure_row
-from skyrl.trainer.protocol import Backend, InvalidRequest, PassResult, TrainingPass
-from skyrl.trainer.ranks.lora_backend import LoraBackend
-from skyrl.trainer.ranks.lora_rank import LoraRank
+from skyrl.trainer.protocol import AdamParams, RankDied, TrainingPass
+from skyrl.trainer.ranks import sharded_model
+from skyrl.trainer.ranks.full_rank import FullRank
+from skyrl.trainer.ranks.lora_rank import ExpertRank, LoraRank
+from skyrl.trainer.ranks.rank import RankSettings
+from tests.local_ranks import rank_of
 
-SPECS = {
-    "all": spec(8, 1),
-    "attention": spec(4, 2, train_mlp=False, train_unembed=False),
-    "unembed": spec(2, 3, train_attn=False, train_mlp=False),
-}
-STEPS = 2
-PASSES = 5
-"""The number of passes that each model has in a step."""
-
-
-def _passes(model_id: str, step: int) -> list[TrainingPass]:
-    return uneven_passes(model_id, 100 * step + list(SPECS).index(model_id))
-
-
-def _learn(backend: Any, directory: Path, model_ids: tuple[str, ...] = tuple(SPECS)) -> Run:
-    return learn_together(backend, directory, {each: SPECS[each] for each in model_ids}, _passes, STEPS)
+SHORT_S = 6.0
+"""Longer than the slowest step of a healthy rank on a busy machine."""
+LONG_S = 300.0
+Make = Callable[..., Any]
 
 
 @pytest.fixture
-def ranks() -> Iterator[Callable[..., LoraBackend]]:
-    """`make_ranks`; closes the backends at the end."""
-    with closed_at_end(make_ranks) as make:
+def ranks() -> Iterator[Make]:
+    """Two ranks that train adapters, or as many as are asked for; closed at the end."""
+    with closed_at_end(lambda count=2, kind=LORA, **options: kind.backend(count, **options)) as make:
         yield make
 
 
-Ranks = Callable[..., LoraBackend]
-
-
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize(
-    ("architecture", "count", "settings"),
-    [
-        pytest.param("qwen3", 2, {}, marks=pytest.mark.slow),
-        pytest.param("qwen3", 3, {}, marks=pytest.mark.slow),
-        ("qwen3", 3, {"merge": True}),
-        pytest.param("qwen3", 2, {"gradient_checkpointing": True}, marks=pytest.mark.slow),
-        ("qwen3-tied", 2, {}),
-        pytest.param("qwen3-tied", 3, {"gradient_checkpointing": True}, marks=pytest.mark.slow),
-        pytest.param("qwen2-window", 2, {}, marks=pytest.mark.slow),
-        ("llama", 3, {}),
-    ],
+    "idle", [pytest.param(True, id="idle", marks=pytest.mark.slow), pytest.param(False, id="running")]
 )
-def test_ranks_train_as_one_device_does(
-    tmp_path: Path, ranks: Ranks, architecture: str, count: int, settings: dict[str, bool]
+def test_a_rank_that_is_killed_or_stopped_is_found_within_the_timeout(
+    ranks: Make, kind: signal.Signals, victim: int, idle: bool
 ) -> None:
-    expected = _learn(make_backend(architecture, micro_batch_tokens=48), tmp_path / "one")
-    assert_close_runs(_learn(ranks(count, architecture, **settings), tmp_path / "ranks"), expected)
+    backend = ranks(rank_timeout_s=LONG_S if kind == signal.SIGKILL else SHORT_S)
+    backend.create_model("m", spec(4, 1))
+    ok(backend.run([train("m", sft(1, 20, 9))]))
+    passes = [train("m", sft(seed, *[60] * 30)) for seed in range(4)]  # fits the socket of a stopped rank
+
+    def strike() -> None:
+        if not idle:
+            time.sleep(0.3)
+        os.kill(backend.group.pids[victim], kind)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    if idle:
+        thread.join()
+    began = time.monotonic()
+    with pytest.raises(RankDied, match="rank [01]"):
+        backend.run(passes)
+    took_s = time.monotonic() - began
+    assert took_s < LONG_S if kind == signal.SIGKILL else took_s > SHORT_S / 2
+    thread.join()
+    with pytest.raises(RankDied):
+        backend.optim_step("m", STEP)
 
 
-class ShortOfMemory(LoraRank):
-    """Rank 0 has no memory for activations, and the other has plenty."""
+def _out_of_memory(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory left")
+
+
+class RaisesOnRankOne(LoraRank):
+    """A failure in the middle of a micro-batch, where the other rank waits."""
+
+    def __init__(self, rank: int, ranks: int, settings: RankSettings) -> None:
+        super().__init__(rank, ranks, settings)
+        if rank:
+            self._beside_others = _out_of_memory
+
+
+class RaisesWhereRowsTravel(ExpertRank):
+    def __init__(self, rank: int, ranks: int, settings: RankSettings) -> None:
+        super().__init__(rank, ranks, settings)
+        if rank:
+            self._backward = _out_of_memory
+
+
+@pytest.mark.parametrize(("kind", "rank_class"), [(LORA, RaisesOnRankOne), (EXPERTS, RaisesWhereRowsTravel)], ids=str)
+def test_an_error_on_one_rank_in_the_middle_of_a_pass_ends_the_group(ranks: Make, kind: Any, rank_class: Any) -> None:
+    backend = ranks(kind=kind, rank_class=rank_class, rank_timeout_s=SHORT_S)
+    backend.create_model("m", spec(4, 1))
+    with pytest.raises(RankDied):
+        backend.run([train("m", sft(1, 20, 9))])
+
+
+class OtherGradientOnRankOne(LoraRank):
+    def clear_gradient(self, model_id: str) -> None:
+        gradient = self.adapters[model_id].gradient
+        if self._rank == 1 and gradient is not None:
+            gradient[0] += 1e-3
+
+
+def test_ranks_that_compute_different_weights_end(ranks: Make) -> None:
+    backend = ranks(rank_class=OtherGradientOnRankOne)
+    backend.create_model("m", spec(4, 1))
+    ok(backend.run([train("m", sft(1, 20, 9))]))
+    backend.clear_gradient("m")
+    with pytest.raises(RankDied, match="the ranks have computed different weights"):
+        backend.optim_step("m", STEP)
+
+
+class Unequal(LoraRank):
+    """Rank 0 has no memory for activations, rank 1 has it for fewer rows, which each measures as on CUDA. Counts what
+    FSDP2 gathers, with logits in chunks of 16 rows."""
+
+    gathered = 0
 
     def load(self) -> Any:
         recomputation.FREE_ANYHOW = 0
         recomputation.free_host_bytes = lambda: 0.0 if self._rank == 0 else 1e15
         facts = super().load()
-        chosen: Any = self.base.packed.recomputation
-        self._choices: list[bool] = []
-        pays = chosen.pays
-        chosen.pays = lambda rows: (self._choices.append(answer := pays(rows)), answer)[1]
-        return facts
-
-    def choices(self) -> list[bool]:
-        return self._choices
-
-
-def test_all_ranks_recompute_layers_when_one_has_too_little_memory(tmp_path: Path, ranks: Ranks) -> None:
-    expected = _learn(make_backend(micro_batch_tokens=48), tmp_path / "one", ("all",))
-    backend = ranks(2, rank_class=ShortOfMemory)
-    assert_close_runs(_learn(backend, tmp_path / "ranks", ("all",)), expected)
-    one, other = backend.group.call("choices")
-    assert one == other
-    assert set(one) == {True}
-
-
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3-tied"])
-def test_one_rank_gives_the_bits_of_one_device(tmp_path: Path, ranks: Ranks, architecture: str) -> None:
-    expected = _learn(make_backend(architecture, micro_batch_tokens=48), tmp_path / "one")
-    assert_same_runs(_learn(ranks(1, architecture), tmp_path / "rank"), expected)
-
-
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_the_same_number_of_ranks_gives_the_same_bits_again_also_beside_other_models(
-    tmp_path: Path, ranks: Ranks, count: int
-) -> None:
-    together, again = (_learn(ranks(count), tmp_path / name) for name in ("together", "again"))
-    assert_same_runs(again, together)
-    alone = ranks(count)
-    assert alone.repeats_exactly
-    for number, model_id in enumerate(SPECS):
-        one = _learn(alone, tmp_path / "alone", (model_id,))
-        assert_same_runs(
-            one, (_of(together[0], number), together[1][number :: len(SPECS)], {model_id: together[2][model_id]})
-        )
-
-
-def _of(results: list[PassResult], number: int) -> list[PassResult]:
-    """The results of one model out of those of `_learn` with all models."""
-    mixed = PASSES * STEPS * len(SPECS)
-    last = mixed + PASSES * number
-    return results[:mixed][number :: len(SPECS)] + results[last : last + PASSES]
-
-
-def test_grouping_of_passes_does_not_change_the_gradients(tmp_path: Path, ranks: Ranks) -> None:
-    queue = [each for model_id in SPECS for each in _passes(model_id, 0)]
-    states = []
-    backend = ranks(2)
-    for name, groups in (("all", [queue]), ("singly", [[each] for each in queue])):
-        for model_id, each in SPECS.items():
-            backend.create_model(model_id, each)
-        for group in groups:
-            ok(backend.run(group))
-        states.append({m: saved(backend, m, tmp_path / name / m) for m in SPECS})
-        for model_id in SPECS:
-            backend.delete_model(model_id)
-    for model_id in SPECS:
-        assert_same(states[0][model_id], states[1][model_id])
-
-
-@pytest.mark.parametrize("merge", [False, True], ids=["alone", "merged"])
-def test_a_loss_that_is_not_finite_on_one_rank_fails_its_pass_alone(tmp_path: Path, ranks: Ranks, merge: bool) -> None:
-    """One of the pass's sequences, and so one rank, has the infinite ratio."""
-    bad = rl(1, 20, 20, 20)
-    bad[1].loss_inputs["logprobs"] = np.full(20, -1e6, np.float32)
-    good = train("all", sft(2, 9, 30, 4))
-    one, several = make_backend(micro_batch_tokens=48), ranks(2, merge=merge)
-    states, outcomes = [], []
-    backends: list[Backend] = [one, several]
-    for number, backend in enumerate(backends):
-        for model_id in ("all", "attention"):
-            backend.create_model(model_id, SPECS[model_id])
-        outcomes.append(
-            backend.run([good, train("all", bad, "importance_sampling"), train("attention", list(good.data)), good])
-        )
-        states.append([saved(backend, m, tmp_path / f"{number}{m}") for m in ("all", "attention")])  # type: ignore[arg-type]
-    for of_one, of_several in zip(*outcomes, strict=True):
-        assert type(of_one) is type(of_several)
-    assert str(outcomes[1][1]) == str(outcomes[0][1])
-    assert "the sum of importance_sampling is " in str(outcomes[1][1])
-    for expected, state in zip(*states, strict=True):
-        assert_close(state, expected, TOLERANCE)
-
-
-def test_a_gradient_that_is_not_finite_makes_no_step(tmp_path: Path, ranks: Ranks) -> None:
-    backend = ranks(2)
-    backend.create_model("all", SPECS["all"])
-    before = saved(backend, "all", tmp_path / "before")
-    data = overflowing()
-    ok(backend.run([train("all", data, "importance_sampling")]))
-    with pytest.raises(FloatingPointError, match="norm inf"):
-        backend.optim_step("all", STEP)
-    assert_same(saved(backend, "all", tmp_path / "after"), before)
-    assert backend.optim_step("all", STEP) == {}
-
-
-def test_a_snapshot_of_two_ranks_goes_on_with_any_number_and_without_ranks(tmp_path: Path, ranks: Ranks) -> None:
-    """And back: the files are the same."""
-    two = ranks(2)
-    _learn(two, tmp_path / "two", ("all",))
-    (tmp_path / "snapshot").mkdir()
-    two.save_snapshot("all", tmp_path / "snapshot")
-    before = saved(two, "all", tmp_path / "before")
-    backends: list[Any] = [ranks(1), ranks(3), make_backend(micro_batch_tokens=48), ranks(2)]
-    after = []
-    for number, backend in enumerate((*backends, two)):
-        if backend is not two:
-            backend.restore_model("all", SPECS["all"], tmp_path / "snapshot")
-            assert_same(saved(backend, "all", tmp_path / f"restored{number}"), before)
-        ok(backend.run(_passes("all", 9)))
-        metrics = backend.optim_step("all", STEP)
-        assert metrics["optimizer_step"] == STEPS + 1
-        after.append(saved(backend, "all", tmp_path / f"after{number}"))
-    assert_same(after[3], after[4])
-    for state in after:
-        assert_close(state, after[4], TOLERANCE)
-
-
-def test_loads_saves_and_exports_are_those_of_one_device(tmp_path: Path, ranks: Ranks) -> None:
-    one, two = make_backend(), ranks(2)
-    files: list[dict[str, bytes]] = []
-    for number, backend in enumerate((one, two)):
-        backend.create_model("m", spec(4, 9))
-        with pytest.raises(InvalidRequest, match="exists already"):
-            backend.create_model("m", spec(4, 9))
-        directory = tmp_path / str(number)
-        for name in ("state", "f32", "bf16"):
-            (directory / name).mkdir(parents=True)
-        backend.save_state("m", directory / "state")
-        backend.save_adapter("m", directory / "f32")
-        backend.save_adapter("m", directory / "bf16", dtype="bfloat16")
-        files.append({str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*.*")})
-    assert files[0] == files[1]
-    ok(two.run([train("m", sft(0, 9, 4))]))
-    two.optim_step("m", STEP)
-    ok(two.run([train("m", sft(1, 9, 4))]))
-    trained = saved(two, "m", tmp_path / "trained")
-    two.load_state("m", tmp_path / "trained", optimizer=False)
-    assert {key.partition(".")[0] for key in saved(two, "m", tmp_path / "weights-only")} == {"weights"}
-    two.load_state("m", tmp_path / "trained", optimizer=True)
-    assert_same(saved(two, "m", tmp_path / "loaded"), trained)
-    two.clear_gradient("m")
-    assert not any(key.startswith("gradient") for key in saved(two, "m", tmp_path / "cleared"))
-    two.create_model("other", spec(8, 9))
-    with pytest.raises(InvalidRequest, match="rank"):
-        two.load_state("other", tmp_path / "trained", optimizer=True)
-    with pytest.raises(FileNotFoundError):
-        two.restore_model("third", spec(4, 9), tmp_path)
-    two.delete_model("m")
-    two.delete_model("m")
-    for unknown in ("m", "third"):
-        with pytest.raises(InvalidRequest, match="there is no model"):
-            two.optim_step(unknown, STEP)
-
-
-def test_ranks_have_the_probes_of_one_device(ranks: Ranks) -> None:
-    results = []
-    for backend in (make_backend(), ranks(2)):
-        backend.create_probe("p", spec(2), ["mlp.down_proj"], 0.05)
-        (result,) = ok(backend.run([TrainingPass("p", sft(5, 24), "cross_entropy", backward=False)]))
-        backend.delete_model("p")
-        results.append((backend.kinds_of_layers(spec()), result.logprobs[0]))
-    assert results[0][0] == results[1][0]
-    np.testing.assert_allclose(results[1][1], results[0][1], rtol=1e-5, atol=1e-5)
-
-
-def test_bad_passes_are_refused_before_they_reach_a_rank(ranks: Ranks) -> None:
-    backend = ranks(2)
-    backend.create_model("all", SPECS["all"])
-    (bad,) = sft(0, 4)
-    bad.tokens[2] = 10**6
-    good = train("all", sft(1, 5))
-    results = backend.run([train("all", [bad]), train("unknown", sft(0, 4)), good])
-    assert [type(each) for each in results] == [InvalidRequest, InvalidRequest, PassResult]
-    assert "model_input" in str(results[0])
-    with pytest.raises(InvalidRequest, match="rank"):
-        backend.create_model("big", spec(10**4))
-
-
-class CountingRank(LoraRank):
-    """Counts what FSDP2 gathers, with logits in chunks of 16 rows."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.gathered = 0
         module: Any = _fsdp_param_group
         gather = module.foreach_all_gather
 
@@ -295,20 +142,34 @@ class CountingRank(LoraRank):
 
         module.foreach_all_gather = counted
         logprobs_module.LOGITS_BYTES = 16 * VOCAB * 4
+        return facts
 
-    def count(self) -> int:
+    def _row_budget(self, targets: Sequence[Target]) -> RowBudget:
+        measure_row(self.base, targets)
+        self.base.packed.reshard()
+        return RowBudget(512 >> self._rank, "a test")
+
+    def count(self) -> tuple[int, set[bool]]:
+        """How often was gathered, and whether a micro-batch's layers would be recomputed."""
         gathered, self.gathered = self.gathered, 0
-        return gathered
+        assert self.base.packed.recomputation is not None
+        return gathered, {self.base.packed.recomputation.pays(rows) for rows in (1, 10_000)}
 
 
-def test_each_micro_batch_gathers_the_same_parameters_once(ranks: Ranks) -> None:
+def test_ranks_take_the_smallest_budget_recompute_together_and_gather_each_layer_once(ranks: Make) -> None:
     """The two layers in forward and in backward, and the rest: whatever the segments, chunks and targets. A rank with
     nothing to do gathers as much."""
-    backend = ranks(2, rank_class=CountingRank, merge=True, micro_batch_tokens=256)
-    for model_id, each in SPECS.items():
+    backend = ranks(architecture="qwen3", rank_class=Unequal, merge_passes=True, micro_batch_tokens=None)
+    assert backend.micro_batch_tokens == 256
+    specs = {
+        "all": spec(8, 1),
+        "attention": spec(4, 2, train_mlp=False, train_unembed=False),
+        "unembed": spec(2, 3, train_attn=False, train_mlp=False),
+    }
+    for model_id, each in specs.items():
         backend.create_model(model_id, each)
     backend.group.call("count")
-    passes = [train(model_id, sft(1, 30, 30, 3)) for model_id in SPECS]
+    passes = [train(model_id, sft(1, 30, 30, 3)) for model_id in specs]
     for queue, expected in (
         (passes[:1], 5),
         (passes, 5),
@@ -316,29 +177,99 @@ def test_each_micro_batch_gathers_the_same_parameters_once(ranks: Ranks) -> None
         ([TrainingPass("all", sft(1, 30, 9), "cross_entropy", backward=False)], 3),
     ):
         ok(backend.run(queue))
-        assert backend.group.call("count") == [expected, expected]
+        one, other = backend.group.call("count")
+        assert one == other == (expected, {True})
 
 
-class UnequalRank(LoraRank):
-    """Rank 1 has memory for fewer rows. Each measures a row, as on CUDA."""
+class ComputesInBfloat16(FullRank):
+    """Has the dtypes of a rank with a GPU, on a CPU."""
 
-    def _row_budget(self, targets: Sequence[Target]) -> RowBudget:
-        measure_row(self.base, targets)
-        self.base.packed.reshard()
-        return RowBudget(4096 >> self._rank, "a test")
-
-
-def test_ranks_measure_a_row_together_and_take_the_smallest_budget(ranks: Ranks) -> None:
-    backend = ranks(2, rank_class=UnequalRank, micro_batch_tokens=None)
-    assert backend.micro_batch_tokens == 2048
-    backend.create_model("m", spec())
-    ok(backend.run([train("m", sft(0, 40, 40))]))
+    def load(self) -> Any:
+        with pytest.MonkeyPatch.context() as patched:
+            for module in (sharded_model, model_module):
+                patched.setattr(module, "base_dtype", lambda device: torch.bfloat16)
+            return super().load()
 
 
-def test_each_rank_holds_its_part_of_the_parameters(ranks: Ranks) -> None:
-    for count in (1, 2, 3):
-        with closing(make_ranks(count, "qwen3-tied")) as backend:
-            facts = backend.group.call("memory")
-            held = [each["parameters"] for each in facts]
-            assert sum(held) == facts[0]["all_parameters"]
-            assert max(held) <= 1.05 * facts[0]["all_parameters"] / count
+@pytest.mark.parametrize("count", [1, 2])
+def test_computing_in_bfloat16_keeps_float32_weights_and_gradients(ranks: Make, tmp_path: Path, count: int) -> None:
+    """Small steps add up, which they would not do in bfloat16."""
+    rounded, exact = ranks(count, FULL, rank_class=ComputesInBfloat16), ranks(count, FULL)
+    losses, states = [], []
+    for number, backend in enumerate((rounded, exact)):
+        backend.create_model("m", WHOLE)
+        for _ in range(3):
+            ok(backend.run([train("m", sft(1, 20, 9, 30))]))
+            backend.optim_step("m", AdamParams(learning_rate=1e-5, eps=1e-3))
+        losses.append(ok(backend.run([train("m", sft(1, 20, 9, 30))]))[0].metrics["loss:sum"])
+        states.append(files_saved(backend, "m", tmp_path / str(number)))
+    rounded.optim_step("m", STEP)
+    rounded.load_state("m", tmp_path / "0", optimizer=False)
+    (loaded,) = ok(rounded.run([train("m", sft(1, 20, 9, 30))]))
+    assert loaded.metrics["loss:sum"] == losses[0], "the model computes with the weights that it has loaded"
+    if count == 1:
+        rank = rank_of(rounded)
+        assert {each.dtype for each in rank.base.packed.parameters()} == {torch.bfloat16}
+        assert rank.memory()["weights"] == 4 * rank.parameters("m").numel
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02, abs=0.5)
+    base = stored_tensors(Path(FULL.base()))
+    for name, value in states[0].items():
+        expected = states[1][name]
+        assert value.dtype == torch.float32
+        if name in base:
+            assert (value - base[name]).abs().max() < 4e-5
+            assert _cosine(value - base[name], expected - base[name]) > 0.9, name
+        elif name.startswith("gradient"):
+            assert _cosine(value, expected) > 0.99, name
+            assert not torch.equal(value, value.bfloat16().float()), "gradients are summed in float32"
+
+
+def _cosine(one: Tensor, other: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0))
+
+
+def _metrics(ranks: Make, path: str) -> dict[str, float]:
+    backend = ranks(path=path)
+    backend.create_model("m", spec(4, 1))
+    return ok(backend.run([train("m", sft(3, 30, 9, 4))]))[0].metrics
+
+
+def test_base_models_in_several_files_or_tied_under_either_name_are_read(ranks: Make, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(base_path("qwen3-tied"), tmp_path / "base"))
+    tensors = load_file(path / "model.safetensors")
+    expected = _metrics(ranks, str(path))
+    renamed = {"lm_head.weight" if k == "model.embed_tokens.weight" else k: v for k, v in tensors.items()}
+    save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
+    assert _metrics(ranks, str(path)) == expected
+    (path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(names)}
+    for file in ("model-0.safetensors", "model-1.safetensors"):
+        save_file({n: tensors[n] for n in names if weight_map[n] == file}, path / file, metadata={"format": "pt"})
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert _metrics(ranks, str(path)) == expected
+
+
+def test_base_models_that_ranks_cannot_load_are_refused_by_name(ranks: Make, tmp_path: Path) -> None:
+    """test_bad_model_directories has all that may be wrong. Ranks take no pickles."""
+    path = Path(shutil.copytree(base_path("mixture"), tmp_path / "base"))
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    cases: list[tuple[dict[str, Tensor], str]] = [
+        (
+            {k: v for k, v in tensors.items() if "layers.1.self_attn.q_proj" not in k},
+            r"lack model.layers.1.\S+q_proj.w",
+        ),
+        ({k: v for k, v in tensors.items() if ".experts.5." not in k}, r"experts.down_proj with shape \[7, 48, 24\]"),
+    ]
+    for changed, said in cases:
+        save_file(changed, file, metadata={"format": "pt"})
+        with pytest.raises(ConfigError, match=said):
+            ranks(path=str(path))
+    file.unlink()
+    torch.save(tensors, path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="has neither model.safetensors nor"):
+        ranks(path=str(path))
+    with pytest.raises(ConfigError, match=rf"expert_parallel: {base_path()} is no mixture of experts"):
+        ranks(kind=EXPERTS, path=base_path())

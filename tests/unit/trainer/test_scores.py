@@ -1,23 +1,39 @@
-"""Losses of several passes computed at once are those of each pass alone: logprobs and gradients to the last bit, sums
-up to rounding. Numbers that are not finite stay with their pass."""
+"""Losses without a model. The sums of a pass are the chosen entries' to the last bit. Losses of several passes computed
+at once are those of each pass alone: logprobs and gradients to the last bit, sums up to rounding."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from loss_support import CPU, running_pass, slice_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_lora_support import rl, sft
 
-from benchmarks.operation_counts import Operations
 from skyrl.base.pictures.picture import PlacedPicture
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.lora.adapter import Adapter
+from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue, Tally
 from skyrl.trainer.passes.micro_batch import Scores, losses_of
-from skyrl.trainer.passes.pass_run import JoinedPasses, MicroBatchItem, PartScore
-from skyrl.trainer.protocol import Datum
+from skyrl.trainer.passes.pass_run import MicroBatchItem, PartScore, SinglePassRun
+from skyrl.trainer.protocol import Datum, TrainingPass
+
+CPU = torch.device("cpu")
+
+
+def slice_of(data: Sequence[Datum], loss: Loss | str, *, rows: int = 1, **config: float) -> MicroBatchItem:
+    """All sequences of a pass of one item. A loss is one of `LOSSES`, or the test's own."""
+    adapter = Adapter(LoraSpec(8, 8.0, seed=0), [], CPU, drawn=False)
+    training_pass = TrainingPass("m", data, loss if isinstance(loss, str) else "own", config)
+    running = SinglePassRun(adapter, training_pass, LOSSES[loss] if isinstance(loss, str) else loss)
+    return MicroBatchItem(running, range(len(data)), rows)
 
 
 def _gspo(seed: int) -> list[Datum]:
@@ -126,26 +142,6 @@ def test_a_pass_that_is_not_finite_changes_no_neighbour(joined: bool) -> None:
 
 
 @pytest.mark.parametrize("joined", [True, False])
-@pytest.mark.parametrize("spoilt", [0, 1, 2])
-def test_a_joined_pass_that_is_not_finite_has_no_part_in_the_gradient(joined: bool, spoilt: int) -> None:
-    passes = [rl(number, 6, 8) if number != spoilt else _spoilt(number, math.inf) for number in range(3)]
-    members = [running_pass(data, "importance_sampling") for data in passes]
-    running = JoinedPasses(members[0].model, members)
-    slices = [MicroBatchItem(running, range(6), 42), slice_of(rl(4, 5), "importance_sampling")]
-    logprobs = _logprobs(slices)
-    scores, gradient = _scored(slices, logprobs, joined=joined)
-    assert [score.counts for score in scores] == [*(number != spoilt for number in range(3)), True]
-    own = slice(14 * spoilt, 14 * spoilt + 14)
-    assert not gradient[own].any()
-    alone, of_alone = _scored([slice_of(data, "importance_sampling") for data in passes], logprobs[:42], joined=False)
-    left = torch.ones(42, dtype=torch.bool)
-    left[own] = False
-    assert torch.equal(gradient[:42][left], of_alone[left])
-    for number in {0, 1, 2} - {spoilt}:
-        assert scores[number].tally.loss == pytest.approx(alone[number].tally.loss, rel=1e-5)
-
-
-@pytest.mark.parametrize("joined", [True, False])
 def test_a_sum_beyond_float32_is_infinite(joined: bool) -> None:
     """Also where it was computed in float64."""
     data = sft(0, 4)
@@ -156,20 +152,82 @@ def test_a_sum_beyond_float32_is_infinite(joined: bool) -> None:
     assert math.isfinite(good.tally.loss)
 
 
-def _operations(slices: Sequence[MicroBatchItem]) -> tuple[int, int, int]:
-    """Operations, uploads and waits of the losses of a micro-batch."""
-    logprobs = _logprobs(slices)
-    with Operations() as operations:
-        Scores.of(losses_of(slices, CPU, joined=True), logprobs, backward=True).read()
-    totals = operations.totals()
-    return totals["other"], totals["uploads"], totals["waits"]
+ENTRIES = 1001
 
 
-@pytest.mark.parametrize("loss", ["cross_entropy", "ppo", "gspo"])
-def test_losses_of_many_passes_take_one_upload_and_one_wait_and_hardly_more_operations(loss: str) -> None:
-    def make(count: int) -> list[MicroBatchItem]:
-        return [slice_of(_gspo(number) if loss != "cross_entropy" else sft(number, 9), loss) for number in range(count)]
+class _Reads(TorchDispatchMode):
+    """Counts the operations that wait for the device."""
 
-    one, eight, many = (_operations(make(count)) for count in (1, 8, 20))
-    assert one[1:] == eight[1:] == many[1:] == (1, 1)
-    assert many[0] == eight[0] <= 1.3 * one[0]
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+def _clipping(lp: Tensor, inputs: LossInputs, config: object) -> LossValue:
+    return LossValue(lp.exp() * inputs["advantages"], lp * 9, lp > 0.2)
+
+
+def _plain(lp: Tensor, inputs: LossInputs, config: object) -> LossValue:
+    return replace(_clipping(lp, inputs, config), clipped=None)
+
+
+def _slice(seed: int, *, clips: bool) -> tuple[MicroBatchItem, Tensor]:
+    """A slice of one sequence, whose chosen entries have advantages; and logprobs."""
+    generator = torch.Generator().manual_seed(seed)
+    lp, advantages = torch.randn(2, ENTRIES, generator=generator)
+    advantages[advantages < 0.3] = 0
+    tokens = np.zeros(ENTRIES, np.int64)
+    datum = Datum(tokens, {"target_tokens": tokens, "advantages": advantages.numpy()})
+    return slice_of([datum], Loss(_clipping if clips else _plain, ("advantages",)), rows=4), lp
+
+
+def _tally(piece: MicroBatchItem, lp: Tensor) -> Tally:
+    scores = Scores.of(losses_of([piece], CPU, joined=False), lp, backward=False)
+    return scores.read()[0].tally
+
+
+def _added(numbers: Iterable[float]) -> float:
+    """One after the other: `sum` rounds otherwise since Python 3.12."""
+    return functools.reduce(operator.add, numbers, 0.0)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_the_sums_are_those_of_the_chosen_entries_to_the_last_bit(clips: bool) -> None:
+    tally, reads = Tally(), _Reads()
+    slices = [_slice(seed, clips=clips) for seed in range(3)]
+    with reads:
+        for each in slices:
+            tally.add_all(_tally(*each))
+    assert reads.count == 0
+    given = [(lp, torch.from_numpy(piece.data[0].loss_inputs["advantages"])) for piece, lp in slices]
+    chosen = [(lp, advantages, advantages != 0) for lp, advantages in given]
+    logs = [(lp * 9)[mask] for lp, _, mask in chosen]
+    ratios = [each.clamp(max=20.0).exp() for each in logs]
+    assert (tally.tokens, tally.rows) == (3 * ENTRIES, 12)
+    assert tally.loss == _added(float((lp.exp() * advantages).sum()) for lp, advantages, _ in chosen)
+    assert tally.active == sum(map(len, logs))
+    assert tally.ratio == _added(float(ratio.sum()) for ratio in ratios)
+    assert tally.ratio_max == max(float(ratio.max()) for ratio in ratios)
+    assert tally.kl == -_added(float(each.sum()) for each in logs)
+    assert tally.clipped == (sum(int((lp > 0.2)[mask].sum()) for lp, _, mask in chosen) if clips else None)
+
+
+def test_entries_without_advantages_count_for_the_loss_slice_of() -> None:
+    piece, lp = _slice(0, clips=True)
+    (datum,) = piece.data
+    weightless = Datum(datum.tokens, {**datum.loss_inputs, "advantages": np.zeros(ENTRIES, np.float32)})
+    loss = Loss(lambda lp, inputs, config: LossValue(lp, lp * 9, lp > 0.2), ("advantages",))
+    assert _tally(slice_of([weightless], loss, rows=5), lp) == Tally(float(lp.sum()), ENTRIES, 5, clipped=0.0)
+
+
+@pytest.mark.parametrize(("weights", "total"), [([0.0, 0.5, 1.0], 1.5), (None, 3.0), ([0.5, -0.25, 1.0], None)])
+def test_the_sum_of_weights_is_said_unless_one_is_negative(weights: list[float] | None, total: float | None) -> None:
+    tokens = np.zeros(3, np.int64)
+    given = {} if weights is None else {"weights": np.array(weights, np.float32)}
+    tally = _tally(
+        slice_of([Datum(tokens, {"target_tokens": tokens} | given)], LOSSES["cross_entropy"], rows=3), -torch.ones(3)
+    )
+    tally.add_all(Tally())
+    assert tally.metrics().get("weights:sum") == total

@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_support import TOLERANCE, Run, assert_close_results, assert_same_results, closed_at_end
-from torch import Tensor
-from torch_lora_support import assert_close, assert_same, make_backend, make_ranks, ok, rl, saved, sft, spec, train
+from torch_lora_support import assert_close, assert_same, files_saved, ok, rl, sft, spec, train
+from trainer_kinds import LORA, Run, assert_close_runs, assert_same_runs, closed_at_end
 
 from skyrl.trainer.attention import recurrent, scans
 from skyrl.trainer.protocol import AdamParams, PassResult, TrainingPass
-from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.ranks.lora_rank import AdapterFacts, LoraRank
 from tests.families import FAMILIES, MIXTURES, make_family
 
@@ -22,13 +20,13 @@ STEP = AdamParams(learning_rate=1e-2, eps=10.0, grad_clip_norm=1e4)
 """With an `eps` above the rounding of these sequences' gradients, whose largest elements are about 50."""
 DIVIDED = 48
 """Sequences of so many tokens are divided."""
-Ranks = Callable[..., LoraBackend]
+Ranks = Callable[..., Any]
 
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
-    """`make_ranks`; closes the backends at the end."""
-    with closed_at_end(make_ranks) as make:
+    """One rank, or more; closed at the end."""
+    with closed_at_end(LORA.backend) as make:
         yield make
 
 
@@ -58,29 +56,23 @@ def _learn(backend: Any, directory: Path) -> Run:
     backend.create_model("m", spec(8, 1))
     results = ok(backend.run(_passes()))
     metrics = [backend.optim_step("m", STEP)]
-    results += ok(backend.run(_passes()))
-    return results, metrics, saved(backend, "m", directory)
+    run = Run(results + ok(backend.run(_passes())), metrics, files_saved(backend, "m", directory))
+    backend.delete_model("m")
+    return run
 
 
 @pytest.mark.parametrize(
     ("architecture", "count", "settings"),
-    [
-        ("qwen3", 3, {"gradient_checkpointing": True}),
-        ("qwen2-window", 2, {"merge": True}),
-    ],
+    [("qwen3", 3, {"gradient_checkpointing": True}), ("qwen2-window", 2, {"merge_passes": True})],
 )
 def test_a_divided_sequence_trains_as_on_one_device(
     tmp_path: Path, ranks: Ranks, architecture: str, count: int, settings: dict[str, bool]
 ) -> None:
-    expected = _learn(make_backend(architecture, micro_batch_tokens=48), tmp_path / "one")
-    backend = ranks(count, architecture, context_parallel_tokens=DIVIDED, **settings)
+    expected = _learn(ranks(architecture=architecture), tmp_path / "one")
+    backend = ranks(count, architecture=architecture, context_parallel_tokens=DIVIDED, **settings)
     run = _learn(backend, tmp_path / "ranks")
-    assert_close_results(run, expected)
-    assert_close(run[2], expected[2], TOLERANCE)
-    backend.delete_model("m")
-    again = _learn(backend, tmp_path / "again")
-    assert_same_results(again, run)
-    assert_same(again[2], run[2])
+    assert_close_runs(run, expected)
+    assert_same_runs(_learn(backend, tmp_path / "again"), run)
 
 
 def test_a_loss_that_is_not_finite_fails_its_pass_and_no_other(tmp_path: Path, ranks: Ranks) -> None:
@@ -92,7 +84,7 @@ def test_a_loss_that_is_not_finite_fails_its_pass_and_no_other(tmp_path: Path, r
         backend.create_model("m", spec(8, 1))
         outcomes = backend.run(passes)
         assert isinstance(outcomes[-1], PassResult)
-        states.append(saved(backend, "m", tmp_path / name))
+        states.append(files_saved(backend, "m", tmp_path / name))
         backend.delete_model("m")
     assert "the sum of importance_sampling is " in str(outcomes[0])
     assert_same(*states)
@@ -108,22 +100,17 @@ def test_every_family_hands_on_keys_and_states(tmp_path: Path, ranks: Ranks, fam
     """Gradients within 1e-4 of a tensor's largest element: those of a delta rule's decays are small sums of large
     numbers, as in test_families_packed."""
     path = make_family(family, tmp_path)
-    one = make_backend(path=path)
-    divided = ranks(3, path=path, context_parallel_tokens=DIVIDED, rank_class=Recomputing, gradient_checkpointing=True)
+    divided = {"context_parallel_tokens": DIVIDED, "rank_class": Recomputing, "gradient_checkpointing": True}
     found = []
-    for number, backend in enumerate((one, divided)):
+    for number, backend in enumerate((ranks(path=path, micro_batch_tokens=4096), ranks(3, path=path, **divided))):
         backend.create_model("m", spec(8, 1))
         results = ok(backend.run([train("m", sft(1, 70, 110, 9))]))
         backend.optim_step("m", STEP)  # from now on all matrices have a gradient
         results += ok(backend.run([train("m", sft(2, 110, 70))]))
-        found.append((results, saved(backend, "m", tmp_path / str(number))))
+        state = files_saved(backend, "m", tmp_path / str(number))
+        found.append((results, {name: each for name, each in state.items() if name.startswith("gradient")}))
     (expected, of_one), (results, of_ranks) = found
     for result, of_expected in zip(results, expected, strict=True):
         for logprobs, other in zip(result.logprobs, of_expected.logprobs, strict=True):
             np.testing.assert_allclose(logprobs, other, rtol=1e-4, atol=1e-4)
-    of_ranks, of_one = (_gradients(of) for of in (of_ranks, of_one))
     assert_close(of_ranks, of_one, 1e-4)
-
-
-def _gradients(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: each for name, each in state.items() if name.startswith("gradient")}

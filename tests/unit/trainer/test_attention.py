@@ -1,4 +1,4 @@
-"""Attention with soft-capping and sinks against the formulas in float64."""
+"""Attention with soft-capping and sinks against the formulas in float64, and attention to keys that come in parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl.trainer.attention import packed_attention
+from skyrl.trainer.attention import divided, packed_attention
+from skyrl.trainer.attention.divided import Attended, Scoring, SoftmaxSum, attend_to, gradients_to
 from skyrl.trainer.attention.packed_attention import attend, for_all_heads
 
 COUNT, HEADS, KV_HEADS, DIM, VALUE_DIM = 3, 6, 2, 8, 5
@@ -112,3 +113,50 @@ def test_bfloat16_scores_have_a_float32_softmax() -> None:
     found = attend(query, key, value, mask=None, causal=True, scale=None, softcap=1.5, sinks=sinks)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), expected, atol=0.03, rtol=0.03)
+
+
+KEYS = 300
+BOUNDS = (0, 90, 170, KEYS)
+"""Of the parts in which keys come."""
+FIRST_QUERY = BOUNDS[-2]
+
+
+def _many_states() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((HEADS, KEYS - FIRST_QUERY, DIM), (KV_HEADS, KEYS, DIM), (KV_HEADS, KEYS, VALUE_DIM))
+    return [(torch.randn(*shape, generator=generator) * 2).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 1, 70, 200])
+@pytest.mark.parametrize("bytes_of_block", [2**24, 0], ids=["one-block", "blocks"])
+def test_keys_in_parts_give_the_result_and_gradients_of_all_keys(
+    monkeypatch: pytest.MonkeyPatch, with_sinks: bool, softcap: float | None, window: int | None, bytes_of_block: int
+) -> None:
+    monkeypatch.setattr(divided, "BLOCK_BYTES", bytes_of_block)
+    query, key, value = _many_states()
+    sinks = torch.linspace(-1, 2, HEADS) if with_sinks else None
+    apart = torch.arange(FIRST_QUERY, KEYS)[:, None] - torch.arange(KEYS)
+    mask = (apart >= 0) & (apart < (window or KEYS))
+    expected = attend(
+        query[None], key[None], value[None], mask=mask, causal=False, scale=0.3, softcap=softcap, sinks=sinks
+    )[0]
+    of_output = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    of_expected = torch.autograd.grad(expected, (query, key, value), of_output)
+
+    scoring = Scoring(0.3, window, softcap)
+    parts = [slice(*pair) for pair in reversed(list(zip(BOUNDS, BOUNDS[1:], strict=False)))]
+    running = SoftmaxSum.begin(query, VALUE_DIM, sinks)
+    with torch.no_grad():
+        for part in parts:
+            attend_to(running, query, key[:, part], value[:, part], FIRST_QUERY - part.start, scoring)
+        torch.testing.assert_close(running.output, expected, rtol=1e-5, atol=1e-5)
+        attended = Attended(query, running.sums, of_output, (of_output * running.output).sum(-1))
+        found = [torch.zeros_like(each) for each in (query, key, value)]
+        for part in parts:
+            of_key, of_value = (each[:, part] for each in found[1:])
+            distance = FIRST_QUERY - part.start
+            gradients_to(found[0], of_key, of_value, attended, key[:, part], value[:, part], distance, scoring)
+    for gradient, of_all in zip(found, of_expected, strict=True):
+        torch.testing.assert_close(gradient, of_all, rtol=1e-4, atol=1e-5)

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch_lora_support import CONTEXT, VOCAB, base_path, make_backend, ok, rl, sft, spec, train
+from torch_lora_support import CONTEXT, VOCAB, base_path, make_backend, rl, sft, spec, train
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.several import base_models_of
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.checks import loss_config
 from skyrl.trainer.losses import LOSSES
-from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, PassResult, TrainingPass
+from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, TrainingPass
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 
 
@@ -197,18 +197,6 @@ def test_of_several_base_models_a_refusal_of_a_token_id_names_its_own() -> None:
     )
 
 
-def test_a_refused_pass_does_not_change_the_passes_beside_it(backend: LoraBackend) -> None:
-    good, bad = train("m", sft(1, 9)), train("m", sft(1, CONTEXT + 1))
-    first, refused, second = backend.run([good, bad, good])
-    assert isinstance(refused, InvalidRequest)
-    assert isinstance(first, PassResult)
-    assert isinstance(second, PassResult)
-    alone = make_backend()
-    alone.create_model("m", spec())
-    ok(alone.run([good, good]))
-    assert backend.optim_step("m", AdamParams()) == alone.optim_step("m", AdamParams())
-
-
 def test_unusual_but_valid_passes_are_accepted(backend: LoraBackend) -> None:
     weightless = [Datum(d.tokens, {"target_tokens": d.loss_inputs["target_tokens"]}) for d in sft(2, 5, CONTEXT)]
     backend.check(train("m", weightless))
@@ -238,11 +226,6 @@ def test_an_invalid_adapter_is_refused(backend: LoraBackend, bad: LoraSpec, word
         assert word in str(refused.value)
     backend.create_model("new", spec())
     backend.delete_model("new")
-
-
-def test_a_second_model_with_the_same_id_is_refused(backend: LoraBackend) -> None:
-    with pytest.raises(InvalidRequest, match="model_id: m exists"):
-        backend.create_model("m", spec())
 
 
 @pytest.mark.parametrize(
