@@ -195,18 +195,3 @@ async def test_a_request_beside_others_is_not_blamed_for_two_deaths_of_the_engin
     assert await sample_all(client, [1, 2]) == {}
     assert len(upstream.completions) == 6
     assert client.counts["interrupted"] == 4
-
-
-async def test_a_death_of_the_engine_with_one_request_is_survived(
-    client: ForwardingClient, upstream: FakeUpstream
-) -> None:
-    probes = itertools.count()
-
-    async def health(request: Received, writer: asyncio.StreamWriter) -> None:
-        await reply(503 if next(probes) == 0 else 200, "")(request, writer)
-
-    upstream.on_get = health
-    upstream.script += [DEAD_ENGINE]
-    upstream.default = complete()
-    assert await sample_all(client, [1]) == {}
-    assert client.counts["interrupted"] == 1
