@@ -75,7 +75,6 @@ async def run(
 async def _trajectory(
     server: AgentServer, agent: Agent[T], task: T, retries: int, progress: Progress, options: SessionOptions
 ) -> Trajectory:
-    """Run the agent once, or again if the server has failed."""
     for attempt in range(retries + 1):
         async with await server.session(**options) as session:
             try:

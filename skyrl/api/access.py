@@ -166,10 +166,9 @@ class Access:
     """Finds the caller of a request. If keys are `managed`, only keys that the operator made are accepted; otherwise
     every other key is accepted too, as a tenant of its own."""
 
-    def __init__(self, keys: Keys, tokens: Tokens, agent_keys: AgentKeys, *, managed: bool) -> None:
+    def __init__(self, keys: Keys, tokens: Tokens, *, managed: bool) -> None:
         self.keys = keys
         self.tokens = tokens
-        self.agent_keys = agent_keys
         self.managed = managed
 
     def caller(self, key_or_token: str) -> Caller:
@@ -180,7 +179,7 @@ class Access:
         if is_token(key_or_token):
             return self._caller_of_token(key_or_token)
         if is_agent_key(key_or_token):
-            session_id, tenant = self.agent_keys.read(key_or_token)
+            session_id, tenant = self.tokens.agent_keys.read(key_or_token)
             return Caller(tenant, frozenset(), agent_session=session_id)
         key = self.keys.find(key_or_token)
         if key is None:

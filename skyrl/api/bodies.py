@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import io
 import shutil
-from collections import Counter, deque
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import zstandard
 from starlette.requests import Request
 
 from skyrl.base.wire.errors import NoSpace, RequestError
+from skyrl.http.shared_memory import Reservation, SharedMemory
 from skyrl.runtime.processes.host_resources import SPARE_DISK_BYTES
 
 Bound = Literal["control", "sample", "training"]
@@ -34,20 +34,27 @@ SAMPLE_BYTES = 32 * 2**20
 """The most bytes of a body of asample: a prompt of millions of tokens, which becomes a Python list."""
 
 
+def declared_size(request: Request) -> int | None:
+    """The Content-Length; None if the request states none."""
+    declared = request.headers.get("content-length", "")
+    return int(declared) if declared.isdigit() else None
+
+
 def is_small(request: Request) -> bool:
     """Whether the body, received and decompressed, has at most SMALL_BYTES."""
     if request.headers.get("content-encoding", "identity") != "identity":
         return False
-    declared = request.headers.get("content-length")
-    if declared is None:
-        return "transfer-encoding" not in request.headers  # there is no body
-    return declared.isdigit() and int(declared) <= SMALL_BYTES
+    size = declared_size(request)
+    if size is None:
+        named = ("content-length", "transfer-encoding")
+        return not any(name in request.headers for name in named)  # there is no body
+    return size <= SMALL_BYTES
 
 
 async def receive(request: Request, max_bytes: int) -> bytes:
     """The body as received. Raises RequestError 413 when it is larger than `max_bytes`."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
+    declared = declared_size(request)
+    if declared is not None and declared > max_bytes:
         raise RequestError(f"the body has {declared} bytes; at most {max_bytes} are accepted", status=413)
     parts: list[bytes] = []
     size = 0
@@ -132,93 +139,26 @@ LEAST_BYTES_PER_S = 64 * 2**10
 the middle of a body would otherwise keep the memory, and other bodies would wait."""
 
 
-class Reservation:
-    """Memory for one body. `take` or `async with` takes it, and it is given back once."""
-
-    def __init__(self, memory: BodyMemory, size: int, tenant: str) -> None:
-        self._memory = memory
-        self._size = size
-        self._tenant = tenant
-        self._taken = False
-
-    async def take(self) -> None:
-        """Wait until there is memory. Raises NoSpace (503) when the disk has no space for the body, which is then
-        unread."""
-        if self._size > SMALL_BYTES:
-            await self._memory.take(self._size, self._tenant)
-            self._taken = True
-
-    def release(self) -> None:
-        if self._taken:
-            self._taken = False
-            self._memory.give_back(self._size, self._tenant)
-
-    async def __aenter__(self) -> Self:
-        await self.take()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.release()
-
-
-class BodyMemory:
-    """Shares memory between tenants. The next body is one of the tenant that holds the least memory; of several such
-    tenants, the one that has waited longest. Each tenant's bodies go in order of arrival. A body that is larger than
-    the whole memory waits until no other body holds any."""
+class BodyMemory(SharedMemory):
+    """Memory for bodies on their way into the database, which is in `directory`."""
 
     def __init__(self, directory: Path, size: int = MEMORY_BYTES) -> None:
+        super().__init__(size)
         self._directory = directory
-        self._size = size
-        self._taken: Counter[str] = Counter()
-        """Bytes that each tenant holds."""
-        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
-        """Size and turn of each waiting body, by tenant. The tenant that has waited longest comes first."""
 
-    def of(self, request: Request, tenant: str) -> Reservation:
-        """For this request's body, by its Content-Length; for all memory if the request states none."""
-        declared = request.headers.get("content-length", "")
-        return self.of_size(int(declared) if declared.isdigit() else self._size, tenant)
-
-    def of_size(self, size: int, tenant: str) -> Reservation:
-        return Reservation(self, min(size, self._size), tenant)
-
-    async def take(self, size: int, tenant: str) -> None:
-        """Raises as `Reservation.take` does."""
-        if shutil.disk_usage(self._directory).free < SPARE_DISK_BYTES + size:
+    async def for_body(self, size: int | None, tenant: str) -> Reservation | None:
+        """Wait until there is memory for a body; all of it if the size is not known. None: a small body needs none.
+        Raises NoSpace (503) when the disk has no space for the body, which is then unread."""
+        if size is not None and size <= SMALL_BYTES:
+            return None
+        size = MEMORY_BYTES if size is None else size
+        if shutil.disk_usage(self._directory).free < SPARE_DISK_BYTES + min(size, self._size):
             raise NoSpace(
                 f"the server's disk is full: the client sends this request of {size} bytes again until there is space "
                 "for it; tell the server's operator",
                 retry_after_s=RETRY_S,
             )
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append((size, turn))
-        self._admit()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give_back(size, tenant)
-            raise
-
-    def give_back(self, size: int, tenant: str) -> None:
-        self._taken[tenant] -= size
-        if not self._taken[tenant]:
-            del self._taken[tenant]
-        self._admit()
-
-    def _admit(self) -> None:
-        while self._waiting:
-            tenant = min(self._waiting, key=self._taken.__getitem__)
-            size, turn = self._waiting[tenant][0]
-            if not turn.cancelled() and self._taken.total() + size > self._size:
-                return
-            queue = self._waiting.pop(tenant)
-            queue.popleft()
-            if queue:
-                self._waiting[tenant] = queue  # behind the tenants that have waited longer
-            if not turn.cancelled():
-                self._taken[tenant] += size
-                turn.set_result(None)
+        return await self.take(size, tenant)
 
 
 class LargeBody:
@@ -233,25 +173,31 @@ class LargeBody:
     ) -> None:
         self._request = request
         self._tenant = tenant
-        self._received = received.of(request, tenant)
-        self._memory_for_expanded = expanded
-        self._expanded: Reservation | None = None
+        self._received, self._expanded = received, expanded
         self._max_bytes = max_bytes
+        self._held: list[Reservation] = []
 
     async def read(self) -> bytes:
         """The decompressed body. Its memory is held until `release`. Raises as `receive`, `expand` and
-        `Reservation.take` do, and RequestError 408 when the body does not arrive in time."""
-        await self._received.take()
-        content = await self._receive()
-        size = expanded_size(self._request, content, self._max_bytes)
-        self._expanded = self._memory_for_expanded.of_size(size, self._tenant)
-        await self._expanded.take()
+        `BodyMemory.for_body` do, and RequestError 408 when the body does not arrive in time."""
+        size = declared_size(self._request)
+        await self._hold(self._received, size)
+        wait_s = ARRIVE_S + (size or 0) / LEAST_BYTES_PER_S
+        try:
+            async with asyncio.timeout(wait_s):
+                content = await receive(self._request, self._max_bytes)
+        except TimeoutError as error:
+            raise RequestError(f"the body did not arrive in {wait_s:.0f} s", status=408) from error
+        await self._hold(self._expanded, expanded_size(self._request, content, self._max_bytes))
         return await expand(self._request, content, self._max_bytes)
 
+    async def _hold(self, memory: BodyMemory, size: int | None) -> None:
+        if (taken := await memory.for_body(size, self._tenant)) is not None:
+            self._held.append(taken)
+
     def release(self) -> None:
-        if self._expanded is not None:
-            self._expanded.release()
-        self._received.release()
+        while self._held:
+            self._held.pop().release()
 
     async def __aenter__(self) -> bytes:
         try:
@@ -262,15 +208,6 @@ class LargeBody:
 
     async def __aexit__(self, *_: object) -> None:
         self.release()
-
-    async def _receive(self) -> bytes:
-        declared = self._request.headers.get("content-length", "")
-        wait_s = ARRIVE_S + (int(declared) / LEAST_BYTES_PER_S if declared.isdigit() else 0.0)
-        try:
-            async with asyncio.timeout(wait_s):
-                return await receive(self._request, self._max_bytes)
-        except TimeoutError as error:
-            raise RequestError(f"the body did not arrive in {wait_s:.0f} s", status=408) from error
 
 
 def bounds(max_body_bytes: int) -> dict[Bound, int]:

@@ -286,17 +286,15 @@ class Call:
             hook.end(self)
 
 
-class Hook(Protocol):
+class Hook:
     """Called for each request before its route, and for each answer before it is sent."""
 
-    name: str
+    name = ""
 
     def begin(self, call: Call) -> Coroutine[Any, Any, None] | None:
         """Before the route. A hook that has to wait returns a coroutine. Raises RequestError to refuse the request; any
         other error is answered with 500."""
-        ...
 
     def end(self, call: Call) -> None:
         """Called once for each request, even if an earlier hook refused it: before the head of the answer is sent, or,
         with `call.status` None, after the client went away without an answer."""
-        ...

@@ -285,6 +285,7 @@ class Served:
     def __init__(self, models: Sequence[ServedModel], names: ByName) -> None:
         self._models = tuple(models)
         self._names = names
+        self._trains = any(model.config.modes.trains for model in self._models)
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
@@ -298,14 +299,14 @@ class Served:
     def named(self, name: str, field: str = "base_model") -> ServedModel:
         """The base model that a client names. Raises RequestError naming `field` and listing the names that are
         served."""
-        number = self._names.number(name)
+        number = self._names.numbers.get(name)
         if number is None:
             raise RequestError(f"{name!r} is not served here; there is: {', '.join(self._names.served)}", field=field)
         return self._models[number]
 
     def number_of(self, stored: str) -> int:
         """The number of the base model of a stored row; 0 if it is served no more under this name."""
-        return self._names.number(stored) or 0
+        return self._names.numbers.get(stored, 0)
 
     def of(self, stored: str) -> ServedModel:
         """The base model of a stored row; the only or first one if it is served no more under this name."""
@@ -337,7 +338,7 @@ class Served:
 
     def check_trains(self) -> None:
         """Raises RequestError on a server without a trainer."""
-        if not any(model.config.modes.trains for model in self._models):
+        if not self._trains:
             raise RequestError("this server only samples (backend 'none'); it has no trainer")
 
     def session_warning(self) -> str | None:
@@ -363,15 +364,9 @@ class Tokenizers:
         self._sessions = sessions
         self._shared: dict[tuple[int, int], Shared | None] = {}
 
-    async def note_sampled(self, session_id: str, model: ServedModel) -> str | None:
-        """The sentence for a session that begins to sample from `model`, if there is something to say."""
-        return await self._note(session_id, model, trains=False)
-
-    async def note_trained(self, session_id: str, model: ServedModel) -> str | None:
-        """The same for a session that begins to train `model`."""
-        return await self._note(session_id, model, trains=True)
-
-    async def _note(self, session_id: str, model: ServedModel, *, trains: bool) -> str | None:
+    async def note(self, session_id: str, model: ServedModel, *, trains: bool) -> str | None:
+        """The sentence for a session that begins to sample from `model`, or to train it, if there is something to
+        say."""
         if len(self._served) == 1:
             return None
         trained, sampled = await self._sessions.base_models(session_id)

@@ -15,11 +15,12 @@ from functools import partial
 
 import uvloop
 
+from skyrl.api.access import Tokens
 from skyrl.api.app import create_app
-from skyrl.api.build import ApiProcess, Secrets, build
 from skyrl.api.direct_http import protocol_with
 from skyrl.api.served import POLL_S
 from skyrl.api.services import Services
+from skyrl.api.signed_links import SignedUrls
 from skyrl.http.server import Server, tune_garbage_collection
 from skyrl.inference.features import inference_features
 from skyrl.runtime.metrics.files import publishing
@@ -49,44 +50,42 @@ QUOTAS_S = 2.0
 """How long until a quota that another process changed holds in this process."""
 
 
-async def begin(process: ApiProcess) -> None:
+async def begin(services: Services) -> None:
     """Prepare for the first request: read keys, quotas and the engine's state, listen to other processes, and forward
     the samples that this process's predecessor left. Raises DatabaseError."""
-    services, keys = process.services, process.base.keys
-    await keys.refresh()
+    await services.keys.refresh()
     await services.quotas.open()
-    if services.access.managed and not len(keys):
+    if services.access.managed and not len(services.keys):
         logger.warning("there is no API key: every request is refused until `skyrl keys create` has made one")
     await services.refresh()
-    process.base.notifier.listen(process.notices.from_engine, process.notices.from_peers)
-    await _agree_on_order(process)
-    await process.ownership.start()
+    services.notifier.listen(services.notices.from_engine, services.notices.from_peers)
+    await _agree_on_order(services)
+    await services.ownership.start()
 
 
-async def run_background(process: ApiProcess) -> None:
+async def run_background(services: Services) -> None:
     """Run all background work until cancelled. A failure is logged and stops no other work."""
     async with asyncio.TaskGroup() as group:
-        for name, period_s, action in _repeated_work(process):
+        for name, period_s, action in _repeated_work(services):
             group.create_task(repeat(name, period_s, action))
-        group.create_task(once("measuring the event loop", process.base.metrics.lag.run))
-        group.create_task(once("talking to the other API processes", process.base.notifier.run))
+        group.create_task(once("measuring the event loop", services.metrics.lag.run))
+        group.create_task(once("talking to the other API processes", services.notifier.run))
 
 
-def _repeated_work(process: ApiProcess) -> list[tuple[str, float, Callable[[], Awaitable[object]]]]:
+def _repeated_work(services: Services) -> list[tuple[str, float, Callable[[], Awaitable[object]]]]:
     """Name, seconds between two rounds, and action of each piece of repeated work."""
-    services, base, retention = process.services, process.base, process.retention
     return [
         ("looking for results", SAFETY_POLL_S, services.futures.poll_outcomes),
         ("reading the engine's state", POLL_S, services.refresh),
         ("looking at sessions", SESSION_CHECK_S, services.session_life.check),
-        ("looking after the other API processes", BEAT_S, partial(_look_after_others, process)),
-        ("agreeing on the order of samples", BEAT_S, partial(_agree_on_order, process)),
-        ("forgetting results", SWEEP_S, retention.sweep),
-        ("shortening the database's log", LOG_S, retention.shorten_log),
-        ("counting usage", USAGE_S, base.counter.flush),
-        ("reading the keys", KEYS_S, base.keys.refresh),
+        ("looking after the other API processes", BEAT_S, partial(_look_after_others, services)),
+        ("agreeing on the order of samples", BEAT_S, partial(_agree_on_order, services)),
+        ("forgetting results", SWEEP_S, services.retention.sweep),
+        ("shortening the database's log", LOG_S, services.retention.shorten_log),
+        ("counting usage", USAGE_S, services.counter.flush),
+        ("reading the keys", KEYS_S, services.keys.refresh),
         ("reading the quotas", QUOTAS_S, services.quotas.refresh),
-        ("noting when keys were used", KEY_USES_S, base.keys.note_uses),
+        ("noting when keys were used", KEY_USES_S, services.keys.note_uses),
         ("noting what was sampled from", SAMPLER_USES_S, services.samplers.write_uses),
         ("noting when agent sessions were used", SAMPLER_USES_S, services.agent_sessions.write_uses),
         ("noting agent sessions with a running turn", AGENT_SESSIONS_S, services.agents.live.note_running),
@@ -94,29 +93,29 @@ def _repeated_work(process: ApiProcess) -> list[tuple[str, float, Callable[[], A
         ("forgetting agent sessions", AGENT_SESSIONS_S, services.agents.live.shrink),
         ("keeping adapters that OpenAI requests use", ADAPTER_USES_S, services.adapter_uses.renew),
         ("looking for dropped adapters", DROPPED_S, services.samplers.forget_dropped),
-        ("metering storage", STORAGE_S, partial(_meter_storage, process)),
+        ("metering storage", STORAGE_S, partial(_meter_storage, services)),
     ]
 
 
-async def _agree_on_order(process: ApiProcess) -> None:
-    orders = {model.config.role.state_keys[0]: model.sampling.gate.order for model in process.services.served}
+async def _agree_on_order(services: Services) -> None:
+    orders = {model.config.role.state_keys[0]: model.sampling.gate.order for model in services.served}
     used = {name: order for name, order in orders.items() if order is not None}
-    if used and not process.base.database.is_sqlite:
-        others = await process.clocks.exchange({name: order.now for name, order in used.items()})
+    if used and not services.database.is_sqlite:
+        others = await services.clocks.exchange({name: order.now for name, order in used.items()})
         for name, clock in others.items():
             if name in used:
                 used[name].catch_up(clock)
 
 
-async def _look_after_others(process: ApiProcess) -> None:
+async def _look_after_others(services: Services) -> None:
     """Skipped if this process is alone on SQLite: no other process can join, and an idle server should write little."""
-    if process.ownership.sees_others or not process.base.database.is_sqlite:
-        await process.ownership.round()
+    if services.ownership.sees_others or not services.database.is_sqlite:
+        await services.ownership.round()
 
 
-async def _meter_storage(process: ApiProcess) -> None:
+async def _meter_storage(services: Services) -> None:
     now = time.time()
-    await process.base.writer.transact(lambda connection: meter_storage(connection, now))
+    await services.writer.transact(lambda connection: meter_storage(connection, now))
 
 
 DRAIN_S = 10.0
@@ -128,21 +127,23 @@ async def open_services(runtime: Runtime) -> AsyncIterator[Services]:
     """The services, with the background work running. On exit, samples drain and queued writes are committed. Raises
     what `begin` raises, and closes everything before."""
     features = [inference_features(one.config) for one in runtime.each]
-    process = build(runtime, Secrets.open(runtime), features)
+    config = runtime.config
+    urls = SignedUrls.open(config.state_dir, config.public_url)
+    services = Services(runtime, Tokens.open(config.state_dir), urls, features)
     try:
-        await begin(process)
-        metrics, directory = process.base.metrics, process.services.published_metrics
+        await begin(services)
+        metrics, directory = services.metrics, services.published_metrics
         async with publishing(metrics.registry, f"api-{runtime.slot}", directory, more=metrics.labelled, answers=True):
-            background = asyncio.create_task(run_background(process))
+            background = asyncio.create_task(run_background(services))
             try:
-                yield process.services
+                yield services
             finally:
-                await drain(process.services)
+                await drain(services)
                 background.cancel()
                 await asyncio.wait([background])
-                await write_last(process)
+                await write_last(services)
     finally:
-        await close(process)
+        await close(services)
 
 
 async def drain(services: Services) -> None:
@@ -153,15 +154,14 @@ async def drain(services: Services) -> None:
     )
 
 
-async def write_last(process: ApiProcess) -> None:
+async def write_last(services: Services) -> None:
     """Write what is only in memory. The background work must have ended before."""
-    base, services = process.base, process.services
     for name, write in (
-        ("the usage since the last second", base.counter.flush),
-        ("when keys were used", base.keys.note_uses),
+        ("the usage since the last second", services.counter.flush),
+        ("when keys were used", services.keys.note_uses),
         ("what was sampled from", services.samplers.write_uses),
         ("when agent sessions were used", services.agent_sessions.write_uses),
-        ("that this process has ended", process.ownership.leave),
+        ("that this process has ended", services.ownership.leave),
     ):
         try:
             await write()
@@ -169,19 +169,18 @@ async def write_last(process: ApiProcess) -> None:
             logger.error("%s could not be written: %s", name, reason(error))
 
 
-async def close(process: ApiProcess) -> None:
+async def close(services: Services) -> None:
     """Close what is open, also where `begin` has failed. Samples that still run are left for the next start."""
-    base, services = process.base, process.services
     services.sampling.refuse_new()
     await services.sampling.drain(0)
-    await base.notifier.close()
+    await services.notifier.close()
     for model in services.served:
         if model.sampling.client is not None:
             await model.sampling.client.close()
     await services.picture_checks.close()
-    for writer in {base.recorder, base.writer}:
+    for writer in {services.recorder, services.writer}:
         await writer.close()
-    base.database.close()
+    services.database.close()
     if services.spans is not None:
         await asyncio.to_thread(services.spans.close)
 

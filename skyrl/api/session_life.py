@@ -14,7 +14,7 @@ import time
 
 from skyrl.api.request_status.commands import SILENT_S
 from skyrl.base.types.weights import Scope
-from skyrl.base.wire.errors import NotFound, RequestError
+from skyrl.base.wire.errors import RequestError
 from skyrl.sampling.service import SampleService
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.full_weights import Holder, holder
@@ -54,9 +54,7 @@ class SessionLife:
 
     async def active(self, session_id: str, tenant: str) -> Session:
         """The tenant's session. Raises NotFound, or RequestError 410 when the session has ended."""
-        session = await self._sessions.find(session_id, tenant)
-        if session is None:
-            raise NotFound(f"no session {session_id!r}", field="session_id")
+        session = await self._sessions.named(session_id, tenant)
         if session.status != "active":
             raise RequestError(f"session {session_id!r} is {session.status}", field="session_id", status=410)
         return session

@@ -74,7 +74,7 @@ class RouteTally:
             self.duration.add(seconds)
 
 
-class HttpMetrics(Collector):
+class HttpMetrics(Hook, Collector):
     """A hook. Counts each request by its route, and measures how long its answer took. Shows a series once it has
     counted something: most routes never answer with most statuses."""
 
@@ -116,7 +116,7 @@ class HttpMetrics(Collector):
         return requests, durations
 
 
-class RequestIds:
+class RequestIds(Hook):
     """Gives each request an id: the client's `X-Request-Id` if that is printable ASCII of at most MAX_REQUEST_ID
     characters, else a number of this process. The answer carries the id in the same header."""
 
@@ -134,11 +134,8 @@ class RequestIds:
             call.id = f"{self._prefix}{next(self._numbers):x}"
         call.headers.append((b"x-request-id", call.id.encode()))
 
-    def end(self, call: Call) -> None:
-        """Nothing to do: the call puts the header on the answer."""
 
-
-class AccessCheck:
+class AccessCheck(Hook):
     """Finds the caller by the key, and refuses a request that may not use its route: with 401 if its key is missing or
     not accepted, with 403 if its key lacks the route's scope or its link was not signed here or has expired."""
 
@@ -158,11 +155,8 @@ class AccessCheck:
         call.caller = caller = self._access.caller(key_of(call.received))
         check_route(caller, route.scope)
 
-    def end(self, call: Call) -> None:
-        """Nothing to do."""
 
-
-class BodyMemoryHook:
+class BodyMemoryHook(Hook):
     """Reads the body of a route that declares one: a small one at once, as nearly all are. A large body waits until
     there is memory for it. The memory for a sample or a training pass is given back when the route answers: by then the
     body is in the database."""
@@ -216,7 +210,7 @@ UNTRACED = frozenset(
 )
 
 
-class TraceHook:
+class TraceHook(Hook):
     """Traces POST requests that start work."""
 
     name = "tracing"
@@ -261,14 +255,11 @@ def _starts_work(route: Route | None) -> bool:
 logger = logging.getLogger("skyrl.access")
 
 
-class AccessLog:
+class AccessLog(Hook):
     """A hook. A line has the method, the route, the status, the time until the answer began, the tenant, and the id
     of the command or sample that was recorded: the engine and vLLM log that id."""
 
     name = "access log"
-
-    def begin(self, call: Call) -> None:
-        """Nothing to do: the call has the time of its arrival."""
 
     def end(self, call: Call) -> None:
         scope = call.scope

@@ -29,8 +29,8 @@ from skyrl.engine.queues import ModelView
 from skyrl.engine.scheduler import Scheduler
 from skyrl.runtime.processes.host_resources import is_full_disk
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
-from skyrl.storage.db import commands as rows
 from skyrl.storage.db import futures
+from skyrl.storage.db import models as rows
 from skyrl.storage.db.database import Change, Connection, Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.models import living_among, set_model

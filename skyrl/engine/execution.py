@@ -32,7 +32,7 @@ from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.telemetry import CommandTracing
 from skyrl.engine.threads import EngineThreads
-from skyrl.storage.db import commands as rows
+from skyrl.storage.db import models as rows
 from skyrl.storage.db import pictures as picture_rows
 from skyrl.storage.db import run_steps, usage
 from skyrl.storage.db.database import Change, Connection, Database, Displaced, FencedDatabase

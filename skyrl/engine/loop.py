@@ -34,7 +34,7 @@ from skyrl.engine.scheduler import Scheduler, cost_of
 from skyrl.engine.sweeping import Sweep
 from skyrl.engine.threads import EngineSignals, EngineThreads
 from skyrl.runtime.processes.host_resources import trim
-from skyrl.storage.db import commands as rows
+from skyrl.storage.db import models as rows
 from skyrl.storage.db import usage
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import DatabaseError
@@ -42,7 +42,8 @@ from skyrl.storage.db.futures import Outcome
 from skyrl.storage.doorbell import SESSIONS
 
 SAFETY_POLL_S = 2.0
-"""How often the engine asks the database for commands and ended sessions, in case a ring was lost."""
+"""How often the engine asks the database for commands and ended sessions, in case a ring was lost, and looks for models
+whose snapshots are overdue."""
 NOTE_OLDEST_S = 1.0
 TRIM_AFTER_S = 30.0
 """Without work for so long, memory is given back. A run that samples for less between its passes keeps it: a pass of
@@ -117,7 +118,6 @@ class Engine:
                 await self._poll_if_due()
                 await self._log.read()
                 self._file_commands.start_ready()
-                await self._execution.snapshot_overdue()
                 self._samples.hold_or_release()
                 if self._scheduler.has_work:
                     await self._turn()
@@ -135,6 +135,7 @@ class Engine:
             self._log.note_news()
             await self._model_ends.end_sessions()
             await self._log.give_up_gaps()
+            await self._execution.snapshot_overdue()
 
     async def _wait_for_work(self) -> None:
         """Wait for a ring, the next safety poll, or the start of a delayed command. After a while without

@@ -23,7 +23,7 @@ from skyrl.base.wire.errors import FailedRequest
 from skyrl.engine.command_log import CommandLog, Settlement
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineThreads
-from skyrl.storage.db import commands as rows
+from skyrl.storage.db import models as rows
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.models import ModelRecord, living, set_model

@@ -32,7 +32,6 @@ from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_state_dir
 from skyrl.storage.db.models import find_model
-from skyrl.weights.protocol import AdapterFiles, publish
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class WeightPublisher:
             self._threads.wait_for_loop(self._publish_full(self._group, weights))
             return
         try:
-            self._threads.wait_for_loop(publish(AdapterFiles(self._group.publish_adapter), weights, [weights]))
+            self._threads.wait_for_loop(self._group.publish_adapter(weights))
         except (httpx.TransportError, VllmError, AdapterMissing) as error:
             logger.warning("adapter %s was saved but not loaded yet: %s", weights.name, error)
         except AdapterUnavailable as error:

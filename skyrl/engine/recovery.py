@@ -27,8 +27,8 @@ from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineSignals, EngineThreads
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
-from skyrl.storage.db import commands as rows
 from skyrl.storage.db import models as model_rows
+from skyrl.storage.db import models as rows
 from skyrl.storage.db.database import Connection, Database, Displaced
 from skyrl.storage.db.faults import is_transient
 from skyrl.storage.db.models import ModelRecord
@@ -160,7 +160,6 @@ class Recovery:
         return sorted(wanted, key=lambda model: model.id not in asked)
 
     def _lives(self, model_id: str, heard_at: float | None) -> bool:
-        """Whether the model's client lives, which was last heard at that time."""
         if heard_at is None:
             return False
         return heard_at >= self._began_at - GONE_S or heard_at != self._heard_at.get(model_id)
@@ -273,5 +272,4 @@ class Recovery:
 
 
 def _next_seq(connection: Connection, model: ModelRecord) -> int:
-    """The number of a model's next command."""
     return max(model.next_seq, rows.highest_settled_seq(connection, model.id) + 1)

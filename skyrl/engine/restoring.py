@@ -32,11 +32,11 @@ from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.telemetry import CommandTracing
 from skyrl.engine.threads import EngineSignals, EngineThreads
 from skyrl.storage.checkpoint_store.base import CheckpointStore
-from skyrl.storage.db import commands as rows
+from skyrl.storage.db import models as rows
 from skyrl.storage.db.checkpoints import find_checkpoint
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import ModelRecord
-from skyrl.trainer.protocol import Backend, InvalidRequest, TrainingPass
+from skyrl.trainer.protocol import Backend, InvalidRequest
 
 logger = logging.getLogger(__name__)
 
@@ -139,11 +139,31 @@ class Restoring:
         command, began_at = executed.command, time.time()
         assert command.seq_id is not None
         with self._recorded(f"again {command.request_id}", f"command {command.seq_id} was repeated"):
-            repeat_command(executed, self._body(command), model, self._backend, loaded, self._pictures)
+            self._change(executed, self._body(command), model, loaded)
         self._tracing.repeated(command, began_at)
         self._snapshots.ran(model.id, command.kind)
         if command.kind is Kind.OPTIM_STEP:
             self._snapshots.attempt(self._snapshots.after_step, model.id, command.seq_id + 1)
+
+    def _change(self, executed: ExecutedCommand, body: bytes, model: ModelRecord, loaded: Mapping[str, Path]) -> None:
+        """Repeat a command's change of its model. Saves and forward passes change nothing. `loaded`: by request id of a
+        load, the directory with its files."""
+        command, backend = executed.command, self._backend
+        if command.kind is Kind.CREATE_MODEL:
+            backend.create_model(model.id, model.lora)
+        elif command.kind is Kind.FORWARD_BACKWARD:
+            training_pass = decode_pass(command, body, backend, self._pictures)
+            for result in backend.run([training_pass]) if training_pass.backward else ():
+                with _unless_rounding(command, backend, InvalidRequest):
+                    if isinstance(result, Exception):
+                        raise result
+        elif command.kind is Kind.OPTIM_STEP:
+            _repeat_step(executed, body, model.id, backend)
+        elif command.kind is Kind.LOAD_WEIGHTS:
+            if command.seq_id == 0:
+                backend.create_model(model.id, model.lora)
+            optimizer = decode_json(LoadWeightsCommand, body).optimizer
+            backend.load_state(model.id, loaded[command.request_id], optimizer=optimizer)
 
     def _body(self, command: Command) -> bytes:
         return self._database.read(lambda c: rows.bodies(c, [command.request_id]))[command.request_id]
@@ -152,41 +172,6 @@ class Restoring:
         if self._counts.get(key, 0) >= DEATHS_TO_BLAME:
             raise RuntimeError(f"the engine died {DEATHS_TO_BLAME} times while {action}")
         return self._ledger.running([key], not_blamed=(Exception,))
-
-
-def repeat_command(
-    executed: ExecutedCommand,
-    body: bytes,
-    model: ModelRecord,
-    backend: Backend,
-    loaded: Mapping[str, Path],
-    pictures: PassPictures,
-) -> None:
-    """Repeat a command's change of its model. Saves and forward passes change nothing.
-
-    `loaded`: by request id of a load, the directory with its files. Runs on the backend thread.
-    """
-    command = executed.command
-    if command.kind is Kind.CREATE_MODEL:
-        backend.create_model(model.id, model.lora)
-    elif command.kind is Kind.FORWARD_BACKWARD:
-        training_pass = decode_pass(command, body, backend, pictures)
-        if training_pass.backward:
-            _repeat_pass(command, training_pass, backend)
-    elif command.kind is Kind.OPTIM_STEP:
-        _repeat_step(executed, body, model.id, backend)
-    elif command.kind is Kind.LOAD_WEIGHTS:
-        if command.seq_id == 0:
-            backend.create_model(model.id, model.lora)
-        optimizer = decode_json(LoadWeightsCommand, body).optimizer
-        backend.load_state(model.id, loaded[command.request_id], optimizer=optimizer)
-
-
-def _repeat_pass(command: Command, training_pass: TrainingPass, backend: Backend) -> None:
-    for result in backend.run([training_pass]):
-        with _unless_rounding(command, backend, InvalidRequest):
-            if isinstance(result, Exception):
-                raise result
 
 
 def _repeat_step(executed: ExecutedCommand, body: bytes, model_id: str, backend: Backend) -> None:

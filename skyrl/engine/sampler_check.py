@@ -240,7 +240,6 @@ class StartCheck:
         return (own if self._group is not None else external) or ""
 
     async def _ready_url(self) -> str:
-        """The URL of a server that is ready, as soon as there is one."""
         if self._group is not None:
             while not self._group.ready:  # noqa: ASYNC110 - the group sets no event
                 await asyncio.sleep(LOOK_S)

@@ -142,7 +142,6 @@ class Saves:
         return True
 
     def _write_version(self, weights: AdapterVersion | FullWeights) -> Path:
-        """Write the files of a model's next version. Returns their directory."""
         directory = version_directory(self._config.state_dir, weights)
         if isinstance(weights, FullWeights):
             remove(directory)  # left by an engine that died between the rename and the commit
@@ -162,7 +161,6 @@ class Saves:
         size_bytes: int,
         count_version: Change,
     ) -> ExclusiveResult:
-        """Open a sampling session on the new version, for an unnamed save."""
         seq_id = request.sampling_session_seq_id
         assert seq_id is not None
         sampler = Sampler(

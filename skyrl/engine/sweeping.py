@@ -250,13 +250,25 @@ class FileSweeper:
             logger.warning("checkpoint %s could not be deleted; the server tries again later: %s", key, error)
 
     def _without_row(self, keys: set[str], saving: Collection[str]) -> set[str]:
-        """The keys that no checkpoint and no running save holds."""
         groups = {safe_name(model_id) for model_id in saving}
         kept = self._database.read(store_keys)
         return {key for key in keys - kept if key.partition("/")[0] not in groups}
 
     def _delete_leftovers(self) -> None:
-        delete_leftovers(self._config, self._database, self._started_at, self._files, self._remove)
+        """Half-written directories of models that are not in scope stay: another engine may be writing them. Those
+        beside the models' directories are only deleted, which several processes may do."""
+        config, before, files = self._config, self._started_at, self._files
+        for root in (config.adapters_dir, config.full_weights_dir, config.snapshots_dir):
+            by_model = {id_of(path.name): path for path in subdirectories(root) if not is_scratch(path)}
+            old = {model_id: found for model_id, path in by_model.items() if (found := old_scratch(path, before))}
+            for path in (*old_scratch(root, before), *(path for model in files.among(old) for path in old[model])):
+                self._remove(path)
+        if config.role.scope.has_rest:
+            for path in old_scratch(config.state_dir / "scratch", before):  # of API processes
+                self._remove(path)
+        by_id = {id_of(path.name): path for path in subdirectories(config.snapshots_dir) if not is_scratch(path)}
+        for model_id in files.among(self._database.read(lambda c: closed_among(c, by_id.keys()))):
+            self._remove(by_id[model_id])
 
     def _remove(self, path: Path) -> None:
         self._confirm_claim()
@@ -286,29 +298,6 @@ def _changed_at(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:
         return math.inf
-
-
-def delete_leftovers(
-    config: ServerConfig,
-    database: Database,
-    before: float,
-    files: FileScope,
-    remove: Callable[[Path], object],
-) -> None:
-    """`before` is the engine's start, in seconds since the epoch. Half-written directories of models that are not in
-    `files` stay: another engine may be writing them. Those beside the models' directories are only deleted, which
-    several processes may do."""
-    for root in (config.adapters_dir, config.full_weights_dir, config.snapshots_dir):
-        by_model = {id_of(path.name): path for path in subdirectories(root) if not is_scratch(path)}
-        old = {model_id: found for model_id, path in by_model.items() if (found := old_scratch(path, before))}
-        for path in (*old_scratch(root, before), *(path for model_id in files.among(old) for path in old[model_id])):
-            remove(path)
-    if config.role.scope.has_rest:
-        for path in old_scratch(config.state_dir / "scratch", before):  # of API processes
-            remove(path)
-    by_id = {id_of(path.name): path for path in subdirectories(config.snapshots_dir) if not is_scratch(path)}
-    for model_id in files.among(database.read(lambda c: closed_among(c, by_id.keys()))):
-        remove(by_id[model_id])
 
 
 _PROBE = re.compile(r"start-check-\d+-?(.*)")

@@ -48,7 +48,7 @@ async def measuring(runtime: Runtime, database: Database, metrics: EngineMetrics
             repeat("counting rows", ROWS_S, read_rows),
         ]
         if runtime.replica_urls:
-            vllm = VllmMetrics.of(runtime, runtime.replica_urls, published)
+            vllm = VllmMetrics(runtime, runtime.replica_urls, published)
             work.append(once("publishing vLLM's metrics", vllm.run))
         tasks = [asyncio.create_task(each) for each in work]
         try:

@@ -68,17 +68,17 @@ class BaseAgreement:
 
 
 def compare_base(trainer: Logprobs, sampler: Logprobs) -> BaseAgreement:
-    apart = sampler - trainer
-    allowed = max(BASE_PART * median_size(trainer - np.median(trainer)), BASE_FLOOR)
-    return BaseAgreement(median_size(apart), float(np.max(np.abs(apart))), allowed)
+    return _agreement(sampler - trainer, BASE_PART * median_size(trainer - np.median(trainer)))
 
 
 def compare_seen(trainer: Logprobs, sampler: Logprobs, base: BaseAgreement) -> BaseAgreement:
     """The base model's logprobs of the text behind a picture. They may be apart by a few times what those of text alone
     are apart: a picture changes logprobs less than other weights do."""
-    apart = sampler - trainer
-    allowed = max(NOISE_FACTOR * base.difference, BASE_FLOOR)
-    return BaseAgreement(median_size(apart), float(np.max(np.abs(apart))), allowed)
+    return _agreement(sampler - trainer, NOISE_FACTOR * base.difference)
+
+
+def _agreement(apart: npt.NDArray[np.floating], allowed: float) -> BaseAgreement:
+    return BaseAgreement(median_size(apart), float(np.max(np.abs(apart))), max(allowed, BASE_FLOOR))
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,6 @@ class TrainerProbes:
         sight, context = backend.limits.sight, backend.limits.max_context
         self._picture = None if sight is None else PicturePrompt.of(sight, self._tokens, context)
         self._base: Logprobs = np.zeros(0, np.float32)
-        self._seen: Logprobs | None = None
         self._probes: list[Probe] = []
 
     def run(self) -> Expected:
@@ -224,26 +223,24 @@ class TrainerProbes:
         if self._config.full_finetuning:
             whole = LoraSpec(0, self._config.backend_config.lora.alpha, SEED)
             with self._model(whole):
-                self._run_base()
-            return self._expected()
+                return self._run_base()
         kinds = {flag: self._backend.kinds_of_layers(self._spec({flag})) for flag in _FLAGS}
         trained = [flag for flag in _FLAGS if kinds[flag]]
         with self._model(self._spec(trained)):
-            self._run_base()
+            expected = self._run_base()
         for flag in trained:
             for kind in kinds[flag]:
                 self._add(kind, self._spec({flag}), [kind])
         self._add("all layers", self._spec(trained), [kind for flag in trained for kind in kinds[flag]])
-        return self._expected()
+        return expected
 
-    def _expected(self) -> Expected:
-        return Expected(self._tokens, self._base, self._probes, self._picture, self._seen)
-
-    def _run_base(self) -> None:
-        self._base = self._logprobs()
+    def _run_base(self) -> Expected:
+        """What is expected of the base model; the probes are added later."""
+        self._base, seen = self._logprobs(), None
         if (prompt := self._picture) is not None:
             files = {prompt.picture.digest: prompt.file}
-            self._seen = self._logprobs_of(prompt.datum, files)[-len(prompt.behind) :]
+            seen = self._logprobs_of(prompt.datum, files)[-len(prompt.behind) :]
+        return Expected(self._tokens, self._base, self._probes, self._picture, seen)
 
     def remove(self) -> None:
         """Delete the files of all probes. A failure is logged: the sweeper deletes adapters that nobody uses."""

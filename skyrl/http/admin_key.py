@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 ADMIN_KEY_VARIABLE = "SKYRL_ADMIN_KEY"
@@ -23,17 +23,17 @@ class AdminKey:
     def __init__(self, key: str | None) -> None:
         self._bearer = None if key is None else f"Bearer {key}".encode()
 
-    def is_given(self, scope: MutableMapping[str, Any]) -> bool:
-        """Whether the request has the key. False without a key."""
+    def is_in(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether a request with these headers has the key. False without a key."""
         if self._bearer is None:
             return False
-        given = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
+        given = next((value for name, value in headers if name.lower() == b"authorization"), b"")
         return hmac.compare_digest(given, self._bearer)
 
     def refusal(self, scope: MutableMapping[str, Any]) -> tuple[int, str] | None:
         """The status and the message for a client that may not use the admin routes; None for one that may."""
         if self._bearer is not None:
-            if self.is_given(scope):
+            if self.is_in(scope["headers"]):
                 return None
             return 401, "Authorization: Bearer <the admin key> is missing or wrong"
         if not any(name.lower() in FORWARDING for name, _ in scope["headers"]) and is_on_this_machine(

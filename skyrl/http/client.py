@@ -1,6 +1,6 @@
 """HTTP/1.1 requests on kept connections: an answer as a whole up to a bound, or as a stream while it arrives.
 
-All large answers of a client share `AnswerMemory`: the rest of a large answer is read only after memory was reserved
+All large answers of a client share memory: the rest of a large answer is read only after memory was reserved
 for it. Small answers need no reservation. Closing an `AnswerStream` before its end ends the connection, so that the
 server stops computing what nobody reads.
 
@@ -19,8 +19,6 @@ from skyrl.http.answers import (
     LARGE_ANSWER_BYTES,
     MEMORY_BYTES,
     Answer,
-    AnswerMemory,
-    Reservation,
     content_type_of,
     header_of,
     hold_nothing,
@@ -37,6 +35,7 @@ from skyrl.http.connection import (
     address_of,
     connect,
 )
+from skyrl.http.shared_memory import Reservation, SharedMemory
 
 CONTROL_ANSWER_BYTES = 2**20
 """The bound of answers that are not 2xx, and of answers for which the caller gives no bound (health, adapter loads)."""
@@ -60,7 +59,7 @@ class _WholeAnswer:
 
     __slots__ = ("_bound", "_connection", "_held", "_memory", "_parts", "_reservation", "_size", "answer", "max_bytes")
 
-    def __init__(self, connection: Connection, memory: AnswerMemory, max_bytes: int) -> None:
+    def __init__(self, connection: Connection, memory: SharedMemory, max_bytes: int) -> None:
         self._connection = connection
         self._memory = memory
         self.max_bytes = max_bytes
@@ -212,7 +211,7 @@ class AnswerStream:
         none (HEAD). Raises Interrupted."""
         chunked = length is not None and length < 0
         if length is not None:
-            request += b"transfer-encoding: chunked\r\n" if chunked else b"content-length: %d\r\n" % length
+            request += b"Transfer-Encoding: chunked\r\n" if chunked else b"Content-Length: %d\r\n" % length
         if isinstance(body, bytes):
             self.connection.send(b"%s\r\n%s" % (request, body), without_body=without_body)
         else:
@@ -313,7 +312,7 @@ class HttpClient:
     ) -> None:
         self.pool = Pool()
         self._slots = None if max_connections is None else asyncio.Semaphore(max_connections)
-        self._memory = AnswerMemory(memory_bytes)
+        self._memory = SharedMemory(memory_bytes)
         self._connect_s = connect_s
 
     async def post(
@@ -432,9 +431,9 @@ async def ask_once(
     address = address_of(url)
     connection = await connect(address.origin, connect_s)
     try:
-        head = head_of(method, address, b"", lines_of((*headers, (b"connection", b"close"))))
-        request = b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body)
-        return await _WholeAnswer(connection, AnswerMemory(), max_bytes).exchange(request, math.inf, None)
+        head = head_of(method, address, b"", lines_of((*headers, (b"Connection", b"close"))))
+        request = b"%sContent-Length: %d\r\n\r\n%s" % (head, len(body), body)
+        return await _WholeAnswer(connection, SharedMemory(MEMORY_BYTES), max_bytes).exchange(request, math.inf, None)
     finally:
         connection.sink = None
         connection.abort()
@@ -447,10 +446,10 @@ def lines_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 def head_of(method: str, address: Address, target: bytes, lines: bytes) -> bytes:
     """The head of a request but for its length and the empty line."""
     path = address.path + target or b"/"
-    return b"%s %s HTTP/1.1\r\nhost: %s\r\n%s" % (method.encode(), path, address.host, lines)
+    return b"%s %s HTTP/1.1\r\nHost: %s\r\n%s" % (method.encode(), path, address.host, lines)
 
 
 def _encode(method: str, address: Address, body: bytes, headers: Mapping[str, str], rest_bytes: int = 0) -> bytes:
     lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode("latin-1")
     head = head_of(method, address, b"", lines)
-    return b"%scontent-length: %d\r\n\r\n%s" % (head, len(body) + rest_bytes, body)
+    return b"%sContent-Length: %d\r\n\r\n%s" % (head, len(body) + rest_bytes, body)

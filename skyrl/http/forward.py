@@ -13,7 +13,7 @@ from skyrl.http.client import AnswerStream
 from skyrl.http.connection import HeaderList
 from skyrl.http.messages import Send
 
-_OWN_HEADERS = frozenset(
+OWN_HEADERS = frozenset(
     (b"host", b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
     + (b"content-length", b"expect", b"proxy-authorization")
 )
@@ -72,7 +72,7 @@ class RequestHead(NamedTuple):
         smg_key = session_key = None
         length, has_body, listed = -1, False, _NONE
         for name, value in headers:
-            if name in _OWN_HEADERS:
+            if name in OWN_HEADERS:
                 if name in _BODY_EXPECTED:
                     has_body = True
                     if name == _LENGTH and value.isdigit():
@@ -87,7 +87,7 @@ class RequestHead(NamedTuple):
             lines += (name, b": ", value, b"\r\n")
         if listed:  # `Connection: x-foo` says that x-foo is for this connection alone
             kept = [header for header in headers if header[0] != b"connection"]
-            return cls.of([header for header in kept if header[0] not in listed - _OWN_HEADERS])
+            return cls.of([header for header in kept if header[0] not in listed - OWN_HEADERS])
         key = smg_key or session_key
         return cls(b"".join(lines), length, has_body, key.decode("latin-1") if key else None)
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from skyrl.http.connection import HeaderList
 
-Scope = dict[str, Any]
-Message = dict[str, Any]
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -40,9 +41,13 @@ class Body:
         """What `collect` has read."""
         self.complete = False
         """All of the body has come."""
-        self._read = asyncio.Event()
         self.error: Exception | None = None
         """What ended the reading of it."""
+
+    @cached_property
+    def _read(self) -> asyncio.Event:
+        """Set when `pieces` have been read to the end."""
+        return asyncio.Event()
 
     async def _next(self) -> bytes:
         message = await self._receive()
@@ -87,31 +92,37 @@ class Body:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    @contextlib.asynccontextmanager
-    async def while_connected(self) -> AsyncIterator[None]:
+    def while_connected(self) -> WhileConnected:
         """Cancels what is in the `async with` when the client leaves, and then raises ClientLeft."""
-        working, left = asyncio.current_task(), False
-        assert working is not None
+        return WhileConnected(self)
 
-        def on_left(watching: asyncio.Task[None]) -> None:
-            nonlocal left
-            if not watching.cancelled():
-                left = True
-                working.cancel()
 
-        watching = asyncio.create_task(self.left())
-        watching.add_done_callback(on_left)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if left and working.uncancel() <= 0:
-                watching.result()
-                raise ClientLeft from None
-            raise
-        finally:
-            watching.remove_done_callback(on_left)
-            watching.cancel()
-            await asyncio.wait([watching])
+class WhileConnected:
+    """See `Body.while_connected`. No generator: every request that is passed on pays for it."""
+
+    def __init__(self, body: Body) -> None:
+        self._body = body
+        self._left = False
+
+    async def __aenter__(self) -> None:
+        self._working = asyncio.current_task()
+        self._watching = asyncio.create_task(self._body.left())
+        self._watching.add_done_callback(self._on_left)
+
+    def _on_left(self, watching: asyncio.Task[None]) -> None:
+        if not watching.cancelled() and self._working is not None:
+            self._left = True
+            self._working.cancel()
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._watching.remove_done_callback(self._on_left)
+        if not self._watching.done():
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
+        elif kind is asyncio.CancelledError and self._left and self._working and self._working.uncancel() <= 0:
+            self._watching.result()
+            raise ClientLeft from None
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:

@@ -236,7 +236,6 @@ class EngineGroup:
         await self._on_ready(lambda replica: replica.wake())
 
     async def _on_ready(self, call: Callable[[Replica], Awaitable[None]]) -> None:
-        """Call all ready replicas at once, and wait for all of them."""
         calls = (self._ask(replica, call(replica)) for replica in self._ready_replicas())
         _raise_failure(await asyncio.gather(*calls, return_exceptions=True))
 

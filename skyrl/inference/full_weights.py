@@ -110,7 +110,9 @@ class FullWeightsOfReplicas:
         """
         async with self._publishing:
             replicas = list(ready())
-            updates = {each: WeightUpdate(VersionOnDisk(self._workers(each))) for each in replicas}
+            updates: dict[Replica, Update] = {
+                each: WeightUpdate(VersionOnDisk(self._workers(each))) for each in replicas
+            }
             failed = await self._each(updates, lambda replica, update: self._stage(replica, update, wanted))
             staged = {replica: update for replica, update in updates.items() if replica not in failed}
             refusals = [error for error in failed.values() if isinstance(error, VllmError)]

@@ -125,41 +125,26 @@ class Placement(Protocol):
         ...
 
 
-class LocalServer:
+class LocalServer(SupervisedProcess):
     """A server that runs as a supervised child process. `held` is its port, if nobody else holds it."""
 
-    def __init__(self, spec: ServerSpec, process: SupervisedProcess, held: HeldPort | None = None) -> None:
+    def __init__(
+        self, spec: ServerSpec, env: Mapping[str, str], log: Path, on_exit: OnExit | None, held: HeldPort | None
+    ) -> None:
+        super().__init__(log.stem, spec.argv, env, log, on_exit=on_exit)
         self.url = spec.url
-        self._process = process
         self._held = held
-        self._supervision = asyncio.create_task(process.run(), name=f"supervise {process.name}")
+        self._supervision = asyncio.create_task(self.run(), name=f"supervise {self.name}")
 
     async def until_moved(self, url: str | None) -> None:
         if self.url == url:
             await asyncio.Event().wait()
 
-    @property
-    def incarnation(self) -> str | None:
-        return self._process.incarnation
-
-    @property
-    def running_s(self) -> float | None:
-        return self._process.running_s
-
-    def log_tail(self, lines: int = 20) -> str:
-        return self._process.log_tail(lines)
-
-    def restart(self, incarnation: str) -> bool:
-        return self._process.restart(incarnation)
-
-    def give_up(self) -> None:
-        self._process.give_up()
-
     async def supervised(self) -> None:
         await asyncio.shield(self._supervision)
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        await self._process.stop(grace_s)
+        await super().stop(grace_s)
         await self._supervision
         if self._held is not None:
             self._held.close()
@@ -196,6 +181,5 @@ class LocalPlacement:
         held: HeldPort | None = None,
     ) -> LocalServer:
         """Start a server whose command is known. The server's end gives `held` back."""
-        name, log = spec.log_name.removesuffix(".log"), self._log_dir / spec.log_name
         env = {**spec.env, DEVICES_ENV: ",".join(devices)} if devices else spec.env
-        return LocalServer(spec, SupervisedProcess(name, spec.argv, env, log, on_exit=on_exit), held)
+        return LocalServer(spec, env, self._log_dir / spec.log_name, on_exit, held)

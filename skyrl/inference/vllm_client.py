@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import httpx
 
-from skyrl.base.config.base_models import BaseModelSlot
 from skyrl.inference.metrics import shown
 from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY
 from skyrl.inference.vllm_plugin.protocol import INCARNATION
@@ -205,25 +204,13 @@ TIMEOUT_S = 3.0
 
 
 class VllmMetrics:
-    """A vLLM that does not answer is left out, once its last metrics are old. `urls`: the replicas, by number. `role`:
-    that of their base model."""
+    """Of the vLLMs of `runtime` at `urls`, numbered from `first` on. A vLLM that does not answer is left out, once its
+    last metrics are old."""
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        key: str,
-        directory: MetricsDirectory,
-        first: int = 0,
-        role: BaseModelSlot | None = None,
-    ) -> None:
-        self._role = role or BaseModelSlot()
+    def __init__(self, runtime: Runtime, urls: Sequence[str], directory: MetricsDirectory, first: int = 0) -> None:
+        self._role, key = runtime.config.role, runtime.inference_api_key or ""
         self._clients = {number: VllmClient(url, key) for number, url in enumerate(urls, first)}
         self._directory = directory
-
-    @classmethod
-    def of(cls, runtime: Runtime, urls: Sequence[str], directory: MetricsDirectory, first: int = 0) -> VllmMetrics:
-        """Of the vLLMs of `runtime` at `urls`."""
-        return cls(urls, runtime.inference_api_key or "", directory, first, runtime.config.role)
 
     async def run(self) -> None:
         """Read and publish until cancelled."""

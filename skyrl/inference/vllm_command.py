@@ -131,7 +131,8 @@ def vllm_spec(
     """
     passed_through = config.backend_config.inference.engine_options
     if "middleware" in passed_through:
-        passed_through["middleware"] = [*_middleware(config), *_as_list(passed_through["middleware"])]
+        own = passed_through["middleware"] or []
+        passed_through["middleware"] = [*_middleware(config), *(own if isinstance(own, list | tuple) else [own])]
     if isinstance(given := passed_through.get("structured_outputs_config"), dict):
         passed_through["structured_outputs_config"] = GRAMMARS | given
     if taken := sorted((SET_BY_SKYRL | (FULL_SETS if config.full_finetuning else set())) & passed_through.keys()):
@@ -166,9 +167,22 @@ def vllm_spec(
         trains_experts = config.backend_config.lora.train_mlp_of_mixtures == "train"
         targets = lora_targets(mixture=mixture, trains_experts=trains_experts, cuda=cuda)
         lora = config.backend_config.lora
-        options |= _lora_options(config, targets, lora.max_cpu_loras if cuda else kept_adapters(model, lora))
+        options |= {
+            "enable_lora": True,
+            "max_loras": lora.max_loras,
+            "max_cpu_loras": lora.max_cpu_loras if cuda else kept_adapters(model, lora),
+            "max_lora_rank": lora.max_lora_rank,
+            "lora_target_modules": targets,
+        }
     if cuda:
-        options |= _gpu_options(config)
+        inference = config.backend_config.inference
+        options |= {
+            "dtype": "bfloat16",
+            "max_model_len": inference.max_model_len,
+            "tensor_parallel_size": inference.tensor_parallel_size,
+            "gpu_memory_utilization": inference.gpu_memory_utilization,
+            "enable_sleep_mode": None if config.modes.forwards else True,
+        }
     else:
         of_cpu, kv_gib = _cpu_options(config, read_model_config(config.base_model_path), quantization_of(whole))
         options |= of_cpu
@@ -205,13 +219,6 @@ def render(options: dict[str, Any]) -> list[str]:
         elif value is not None:
             argv += [flag, str(value)]
     return argv
-
-
-def _as_list(given: Any) -> list[str]:
-    """The values of an option of `REPEATED`. An operator gives one value, a list of values, or None."""
-    if given is None:
-        return []
-    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def context_length(config: ServerConfig, *, cuda: bool) -> int | None:
@@ -251,11 +258,7 @@ def context_sentence(config: ServerConfig, *, cuda: bool) -> str:
 
 def read_model_config(model: str) -> dict[str, Any]:
     """The text model's part of `config.json`; empty when the model is not a local directory."""
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        return {}
-    values = json.loads(path.read_text())
-    return values.get("text_config", values)
+    return model_config(model) if Path(model).is_dir() else {}
 
 
 def cuda_devices() -> list[str]:
@@ -333,30 +336,6 @@ def _common_options(config: ServerConfig, port: int) -> dict[str, Any]:
         "middleware": _middleware(config),
         "use_tqdm_on_load": False,
         "otlp_traces_endpoint": None if config.otlp_endpoint is None else traces_url(config.otlp_endpoint),
-    }
-
-
-def _lora_options(config: ServerConfig, targets: Sequence[str] | None, kept: int) -> dict[str, Any]:
-    """`targets`: the layers that adapters may change; None for all that vLLM knows. `kept`: adapters in the host's
-    memory."""
-    lora = config.backend_config.lora
-    return {
-        "enable_lora": True,
-        "max_loras": lora.max_loras,
-        "max_cpu_loras": kept,
-        "max_lora_rank": lora.max_lora_rank,
-        "lora_target_modules": targets,
-    }
-
-
-def _gpu_options(config: ServerConfig) -> dict[str, Any]:
-    inference = config.backend_config.inference
-    return {
-        "dtype": "bfloat16",
-        "max_model_len": inference.max_model_len,
-        "tensor_parallel_size": inference.tensor_parallel_size,
-        "gpu_memory_utilization": inference.gpu_memory_utilization,
-        "enable_sleep_mode": None if config.modes.forwards else True,
     }
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,9 @@ from skyrl.rollout.messages import (
 from skyrl.rollout.sending import CONNECT_S, MOST_BYTES, Counters, Sender, error_of, parsed
 
 ROUTING_KEY = "X-SMG-Routing-Key"
+ABORT_POLL_S = 0.2
+ABORT_ANSWER_S = 10.0
+_NO_ANSWER = (connection.NotAccepted, connection.Interrupted)
 SEED_STEP = 0x9E3779B1
 SEEDS = 2**63
 
@@ -102,7 +106,9 @@ class RolloutClient:
             try:
                 allowed = self.config.rollout_continue_partial if continue_partial is None else continue_partial
                 allowed = allowed and request.text is None
-                return await self._in_time(request, aborting, allowed, begun if request.text is None else "")
+                begun = begun if request.text is None else ""
+                async with self._in_time(f"no sample within {self.config.rollout_deadline_s:g} s") as failures:
+                    return await self._parts(request, failures, aborting, allowed, begun)
             finally:
                 self.counters.running -= 1
                 self._places.give_back()
@@ -140,12 +146,53 @@ class RolloutClient:
             self._aborting.set()
             self._places.turn_away()
             try:
-                await abort_until_idle(
-                    self._ask, self.config.router_url, self.config.rollout_abort_timeout_s, lambda: self._calls
-                )
+                await self._abort_until_idle()
             finally:
                 self._aborting = asyncio.Event()  # calls that are older keep the event that is set
                 self._not_aborting.set()
+
+    async def _abort_until_idle(self) -> None:
+        """Left out: workers that the router lists as unhealthy and that cannot be reached. A router that cannot be
+        reached is asked again. Raises RolloutTimeout, with what each worker has left, RequestRefused (the router's) and
+        BadAnswer."""
+        left: dict[str, str] = {}
+        try:
+            async with asyncio.timeout(self.config.rollout_abort_timeout_s):
+                while True:
+                    try:
+                        workers = await self._workers()
+                    except _NO_ANSWER as error:
+                        left = {self.config.router_url: f"{type(error).__name__} {error}".strip()}
+                        await asyncio.sleep(ABORT_POLL_S)
+                        continue
+                    states = await asyncio.gather(*(self._abort(*worker) for worker in workers))
+                    left = {url: state for (url, _), state in zip(workers, states, strict=True) if state is not None}
+                    if not left and not self._calls:
+                        return
+                    await asyncio.sleep(ABORT_POLL_S)  # requests may reach a worker after its abort, so abort again
+        except TimeoutError:
+            waiting = ", ".join(f"{url}: {state}" for url, state in left.items()) or "no worker"
+            raise RolloutTimeout(
+                f"not idle {self.config.rollout_abort_timeout_s:g} s after the abort: {waiting}; requests of this "
+                f"client: {self._calls}"
+            ) from None
+
+    async def _workers(self) -> list[tuple[str, bool]]:
+        """The URL of each worker, and whether the router holds it for healthy."""
+        try:
+            listed = (await self._ask("GET", f"{self.config.router_url}/workers")).get("workers")
+            return [(str(one["url"]).rstrip("/"), bool(one.get("is_healthy", True))) for one in listed]
+        except (TypeError, KeyError, AttributeError) as error:
+            raise BadAnswer("GET /workers: the answer lists no workers") from error
+
+    async def _abort(self, url: str, healthy: bool) -> str | None:
+        """What the worker has left, in words; None if nothing."""
+        try:
+            await self._ask("POST", f"{url}/abort_request", {"abort_all": True})
+            count = requests_in(await self._ask("GET", f"{url}/v1/loads?include=core"))
+        except (*_NO_ANSWER, RequestRefused) as error:
+            return f"{type(error).__name__} {error}".strip() if healthy else None
+        return f"{count} requests" if count else None
 
     async def _ask(self, method: str, url: str, body: Any = None) -> Any:
         """The JSON of the answer to a GET. Raises RequestRefused, BadAnswer, NotAccepted and Interrupted of the HTTP
@@ -161,27 +208,20 @@ class RolloutClient:
 
     async def retrieve(self, text: str) -> RetrievedText:
         """The tokens of `text` from the radix cache of the router, or from its tokenizer where the cache has none."""
-        url, failures = f"{self.config.router_url}/retrieve_from_text", list[str]()
+        url = f"{self.config.router_url}/retrieve_from_text"
         body = {"text": text, "return_logp": True}
-        try:
-            async with asyncio.timeout(self.config.rollout_deadline_s):
-                got = await self._sender.post(url, body, {}, failures, asyncio.Event())
-        except TimeoutError:
-            raise RolloutTimeout(f"no tokens of a text; last failure: {failures[-1] if failures else 'none'}") from None
-        return _read_retrieved(got)
+        async with self._in_time("no tokens of a text") as failures:
+            return _read_retrieved(await self._sender.post(url, body, {}, failures, asyncio.Event()))
 
-    async def _in_time(
-        self, request: RolloutRequest, aborting: asyncio.Event, may_continue: bool, begun: str
-    ) -> RolloutAnswer:
+    @asynccontextmanager
+    async def _in_time(self, failed: str) -> AsyncIterator[list[str]]:
+        """The failures of a body that has until the deadline; the last one is in the error."""
         failures: list[str] = []
         try:
             async with asyncio.timeout(self.config.rollout_deadline_s):
-                return await self._parts(request, failures, aborting, may_continue, begun)
+                yield failures
         except TimeoutError:
-            last = failures[-1] if failures else "none"
-            raise RolloutTimeout(
-                f"no sample within {self.config.rollout_deadline_s:g} s; last failure: {last}"
-            ) from None
+            raise RolloutTimeout(f"{failed}; last failure: {failures[-1] if failures else 'none'}") from None
 
     async def _parts(
         self, request: RolloutRequest, failures: list[str], aborting: asyncio.Event, may_continue: bool, begun: str
@@ -240,57 +280,6 @@ def _read_retrieved(body: object) -> RetrievedText:
     if any(type(value) not in (int, float) for value in logprobs):
         raise BadAnswer("/retrieve_from_text: rollout_logp has a value that is no number")
     return RetrievedText(tokens, mask, [float(value) for value in logprobs])
-
-
-ABORT_POLL_S = 0.2
-ABORT_ANSWER_S = 10.0
-Ask = Callable[..., Awaitable[Any]]
-_NO_ANSWER = (connection.NotAccepted, connection.Interrupted)
-
-
-async def abort_until_idle(ask: Ask, router_url: str, timeout_s: float, pending: Callable[[], int]) -> None:
-    """Return when no worker has a request and `pending()` is 0. Left out: workers that the router lists as unhealthy
-    and that cannot be reached. A router that cannot be reached is asked again. Raises RolloutTimeout, with what each
-    worker has left, RequestRefused (the router's) and BadAnswer."""
-    left: dict[str, str] = {}
-    try:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                try:
-                    workers = await _workers(ask, router_url)
-                except _NO_ANSWER as error:
-                    left = {router_url: f"{type(error).__name__} {error}".strip()}
-                    await asyncio.sleep(ABORT_POLL_S)
-                    continue
-                states = await asyncio.gather(*(_abort(ask, url, healthy) for url, healthy in workers))
-                left = {url: state for (url, _), state in zip(workers, states, strict=True) if state is not None}
-                if not left and not pending():
-                    return
-                await asyncio.sleep(ABORT_POLL_S)  # requests may reach a worker after its abort, so abort again
-    except TimeoutError:
-        waiting = ", ".join(f"{url}: {state}" for url, state in left.items()) or "no worker"
-        raise RolloutTimeout(
-            f"not idle {timeout_s:g} s after the abort: {waiting}; requests of this client: {pending()}"
-        ) from None
-
-
-async def _workers(ask: Ask, router_url: str) -> list[tuple[str, bool]]:
-    """The URL of each worker, and whether the router holds it for healthy."""
-    try:
-        listed = (await ask("GET", f"{router_url}/workers")).get("workers")
-        return [(str(one["url"]).rstrip("/"), bool(one.get("is_healthy", True))) for one in listed]
-    except (TypeError, KeyError, AttributeError) as error:
-        raise BadAnswer("GET /workers: the answer lists no workers") from error
-
-
-async def _abort(ask: Ask, url: str, healthy: bool) -> str | None:
-    """What the worker has left, in words; None if nothing."""
-    try:
-        await ask("POST", f"{url}/abort_request", {"abort_all": True})
-        count = requests_in(await ask("GET", f"{url}/v1/loads?include=core"))
-    except (*_NO_ANSWER, RequestRefused) as error:
-        return f"{type(error).__name__} {error}".strip() if healthy else None
-    return f"{count} requests" if count else None
 
 
 def requests_in(body: Any) -> int:

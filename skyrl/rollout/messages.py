@@ -129,25 +129,24 @@ class RolloutAnswer:
     many characters at the end of the `begun` text belong to the stop string that ended this sample, and are not text
     of the sample."""
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    text: str
-    finish_reason: FinishReason
-    weight_version: str | None
-    weight_versions: tuple[str | None, ...]
-    cached_tokens: int | None
-    routed_experts: Any
-    parts: tuple[Mapping[str, Any], ...]
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    text: str = ""
+    finish_reason: FinishReason = "abort"
+    weight_version: str | None = None
+    weight_versions: tuple[str | None, ...] = ()
+    cached_tokens: int | None = None
+    routed_experts: Any = None
+    parts: tuple[Mapping[str, Any], ...] = ()
     stop_began_before: int = 0
 
     def joined(self, later: RolloutAnswer) -> RolloutAnswer:
         """This answer, and the one to the request that continued it."""
-        return RolloutAnswer(
+        return replace(
+            later,
             tokens=self.tokens + later.tokens,
             logprobs=self.logprobs + later.logprobs,
             text=self.text + later.text,
-            finish_reason=later.finish_reason,
-            weight_version=later.weight_version,
             weight_versions=self.weight_versions + later.weight_versions,
             cached_tokens=self.cached_tokens,
             routed_experts=self.routed_experts if later.routed_experts is None else later.routed_experts,
@@ -162,17 +161,7 @@ class RolloutAnswer:
         return matched if isinstance(matched, str) and self.finish_reason == "stop" else ""
 
 
-NOTHING = RolloutAnswer(
-    tokens=(),
-    logprobs=(),
-    text="",
-    finish_reason="abort",
-    weight_version=None,
-    weight_versions=(),
-    cached_tokens=None,
-    routed_experts=None,
-    parts=(),
-)
+NOTHING = RolloutAnswer()
 """The answer to a request that was aborted here before a worker answered."""
 
 

@@ -12,6 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl.http.connection import HeaderList
@@ -58,15 +59,15 @@ class _Silent(Exception):
         self.looks = looks
 
 
+@dataclass(eq=False)
 class AdminRoutes:
     """`lock_s`: how long a change waits for another one. `update_s`: how long a worker may take for one."""
 
-    def __init__(self, pool: WorkerPool, fetch: Fetch, *, lock_s: float, update_s: float) -> None:
-        self._pool = pool
-        self._fetch = fetch
-        self._lock_s = lock_s
-        self._update_s = update_s
-        self._lock = asyncio.Lock()
+    pool: WorkerPool
+    fetch: Fetch
+    lock_s: float
+    update_s: float
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def answer(self, method: str, path: str, query: bytes, headers: HeaderList, body: bytes) -> Reply:
         """`path` is one of `ADMIN_METHODS` or `VERSION_PATHS`."""
@@ -75,28 +76,28 @@ class AdminRoutes:
         if path == _TENSOR:
             hint = f"tensors cannot be handed over between processes: use {_GROUP} or {_DISK}"
             return json_reply(501, {"error": {"message": hint, "code": "not_implemented"}})
-        timeout_s = LOOK_S if path in VERSION_PATHS else self._update_s
-        request = SharedRequest(self._fetch, method, path, query, headers, body, timeout_s)
+        timeout_s = LOOK_S if path in VERSION_PATHS else self.update_s
+        request = SharedRequest(self.fetch, method, path, query, headers, body, timeout_s)
         if path in VERSION_PATHS:
             return await self._versions(path, request)
         if path not in _LOCKED:
             return _aggregated(path, await self._to_all(request))
         try:
-            async with asyncio.timeout(self._lock_s):
-                await self._lock.acquire()
+            async with asyncio.timeout(self.lock_s):
+                await self.lock.acquire()
         except TimeoutError:
             message = (
-                f"admin update lock not acquired within {self._lock_s:g}s; another update operation may be in progress"
+                f"admin update lock not acquired within {self.lock_s:g}s; another update operation may be in progress"
             )
             return _refused(503, message, code=503)
         try:
             return await self._change(path, request)
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def _targets(self) -> list[Worker]:
         """Dead workers, too: the answer lists them, although nothing is sent to one that is dead by hand."""
-        return [one for one in self._pool.workers if one.state is not WorkerState.DRAINING]
+        return [one for one in self.pool.workers if one.state is not WorkerState.DRAINING]
 
     async def _to_all(self, request: SharedRequest, workers: Sequence[Worker] | None = None) -> list[Outcome]:
         async def to(worker: Worker) -> Outcome:
@@ -107,7 +108,7 @@ class AdminRoutes:
         return list(await asyncio.gather(*map(to, self._targets() if workers is None else workers)))
 
     async def _look(self, path: str, workers: Sequence[Worker], request: SharedRequest, s: float) -> list[Outcome]:
-        return await self._to_all(SharedRequest(self._fetch, "GET", path, b"", request.headers, b"", s), workers)
+        return await self._to_all(SharedRequest(self.fetch, "GET", path, b"", request.headers, b"", s), workers)
 
     async def _change(self, path: str, request: SharedRequest) -> Reply:
         workers = self._targets()
@@ -122,11 +123,15 @@ class AdminRoutes:
             workers = [*request.bodies]
         if path == _DISK and (wrong := await self._not_staged(workers, request)) is not None:
             return _refused(400, wrong)
-        with self._pool.weights_change([worker for worker in workers if not worker.is_dead]):
+        with self.pool.weights_change([worker for worker in workers if not worker.is_dead]):
             outcomes = await self._to_all(request, workers)
-            if path == _INIT:
-                self._disable_who_failed(outcomes)
-            elif path in (_DISK, _GROUP):
+            # A worker that did not join its group may hang in it: an operator decides when it serves again
+            for outcome in outcomes if path == _INIT else ():
+                if not _is_done(outcome) and not outcome.dead:
+                    reason = f"its group of weight updates was not formed: {outcome.error or outcome.body}"
+                    log.warning("worker %s is disabled: %s", outcome.worker.url, reason)
+                    self.pool.set_service(outcome.worker, disabled=reason, is_dead=outcome.worker.is_dead)
+            if path in (_DISK, _GROUP):
                 self._note_who_missed(outcomes, request)
         return _aggregated(path, [*outcomes, *absent])
 
@@ -143,14 +148,6 @@ class AdminRoutes:
                 url = look.worker.url
                 return f"{min(given)}: {url} does not say that it stages updates, and may load the weights at once"
         return None
-
-    def _disable_who_failed(self, outcomes: Sequence[Outcome]) -> None:
-        """A worker that did not join its group may hang in it: an operator decides when it serves again."""
-        for outcome in outcomes:
-            if not _is_done(outcome) and not outcome.dead:
-                reason = f"its group of weight updates was not formed: {outcome.error or outcome.body}"
-                log.warning("worker %s is disabled: %s", outcome.worker.url, reason)
-                self._pool.set_service(outcome.worker, disabled=reason, is_dead=outcome.worker.is_dead)
 
     async def _own_ranks(
         self, workers: Sequence[Worker], request: SharedRequest
@@ -187,13 +184,13 @@ class AdminRoutes:
         missed = f"the update of the weights to version {_version(updated[0]) if named is None else named}"
         for outcome in outcomes:
             if outcome in updated:
-                self._pool.set_missed(outcome.worker, None)
+                self.pool.set_missed(outcome.worker, None)
             elif outcome.dead:
-                self._pool.set_missed(outcome.worker, missed)
+                self.pool.set_missed(outcome.worker, missed)
         asked = [outcome.worker for outcome in outcomes]
         for worker in self._targets():
             if worker not in asked:
-                self._pool.set_missed(worker, missed)
+                self.pool.set_missed(worker, missed)
 
     async def _versions(self, path: str, request: SharedRequest) -> Reply:
         """One worker's fields, if all that are alive have the same version. 409 if not; 502 if one does not tell."""

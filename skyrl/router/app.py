@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from skyrl.http.admin_key import FORWARDING, AdminKey, forwarded_for
 from skyrl.http.messages import (
@@ -50,24 +48,24 @@ def is_own(path: str) -> bool:
     )
 
 
+@dataclass(eq=False)
 class ToWorkers:
     """Behind the middleware: requests for all workers, and requests for one."""
 
-    def __init__(self, broadcasts: Broadcasts, proxy: Proxy) -> None:
-        self._broadcasts = broadcasts
-        self._proxy = proxy
+    broadcasts: Broadcasts
+    proxy: Proxy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         if path in BROADCAST:
             body = await Body(receive, CONTROL_BODY_BYTES).collect()
-            reply = await self._broadcasts.answer(scope["method"], path, scope["query_string"], scope["headers"], body)
+            reply = await self.broadcasts.answer(scope["method"], path, scope["query_string"], scope["headers"], body)
             await reply.send(send)
         elif path == "/retrieve_from_text":
             hint = "no middleware stores texts: start the router with --middleware radix"
             await refusal(404, "no_radix_cache", hint).send(send)
         else:
-            await self._proxy(scope, receive, send)
+            await self.proxy(scope, receive, send)
 
 
 @dataclass(eq=False)
@@ -84,12 +82,8 @@ class RouterApp:
     policy: str
     max_body_bytes: int
     admin_key: AdminKey
-    key: str | None = None
+    key: AdminKey | None = None
     started: float = field(default_factory=time.monotonic)
-
-    @cached_property
-    def bearer(self) -> bytes | None:
-        return None if self.key is None else f"Bearer {self.key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -144,14 +138,13 @@ class RouterApp:
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         """The status and the message for a client that may not ask this; None for one that may."""
         path = scope["path"]
-        if self.admin_key.is_given(scope) or path in OPEN_PATHS:
+        if self.admin_key.is_in(scope["headers"]) or path in OPEN_PATHS:
             return None
         if path in ADMIN_METHODS or path in ADAPTERS or (path.startswith("/workers/") and scope["method"] == "PUT"):
             refusal = self.admin_key.refusal(scope)
             if refusal is not None:
                 return refusal
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if self.bearer is not None and not hmac.compare_digest(given, self.bearer):
+        if self.key is not None and not self.key.is_in(scope["headers"]):
             return 401, "Authorization: Bearer <the router's key> is missing or wrong"
         return None
 
@@ -161,7 +154,7 @@ class RouterApp:
             "uptime_s": round(time.monotonic() - self.started, 1),
             "policy": self.policy,
             "routable": self.pool.routable,
-            "waiting": self.proxy.waiting,
+            "waiting": self.proxy.slots.waiting,
             "counts": dict(self.counts),
             "workers": self.pool.counts(),
             "middleware": self.chain.stats(),

@@ -17,6 +17,7 @@ from skyrl.base.types.weights import STORE_SCHEME
 from skyrl.http.admin_key import FORWARDING
 from skyrl.http.answers import Answer, header_of
 from skyrl.http.connection import HeaderList
+from skyrl.http.forward import OWN_HEADERS
 from skyrl.http.messages import Reply, json_reply
 from skyrl.router.messages import error_reply, not_allowed
 from skyrl.router.pool import WorkerPool
@@ -40,13 +41,7 @@ BROADCAST: dict[str, tuple[str, ...]] = {
 """The paths of `Broadcasts.answer`, and their methods."""
 ADAPTERS = frozenset((_LOAD, _UNLOAD))
 """For holders of the admin key."""
-_NOT_SENT = frozenset(
-    {
-        *(b"host", b"content-length", b"accept-encoding", b"expect"),
-        *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
-        *FORWARDING,
-    }
-)
+_NOT_SENT = OWN_HEADERS | FORWARDING | {b"accept-encoding"}
 """Headers of the client's connection, and headers that the router's own request has: the router has decided who may
 ask."""
 
@@ -105,20 +100,20 @@ class SharedRequest:
             return Outcome(worker, None, str(unreachable))
 
 
+@dataclass(eq=False)
 class Broadcasts:
-    def __init__(self, pool: WorkerPool, fetch: Fetch) -> None:
-        self._pool = pool
-        self._fetch = fetch
+    pool: WorkerPool
+    fetch: Fetch
 
     async def answer(self, method: str, path: str, query: bytes, headers: HeaderList, body: bytes) -> Reply:
         """`path` is one of `BROADCAST`."""
         if (refused := not_allowed(method, BROADCAST[path])) is not None:
             return refused
-        workers = self._pool.workers if path == _ABORT else self._pool.candidates
+        workers = self.pool.workers if path == _ABORT else self.pool.candidates
         if not workers:
             return error_reply(503, "Service Unavailable", "no worker is routable", RETRY_AFTER)
         timeout_s = {_ABORT: ABORT_S, _FLUSH: FLUSH_S}.get(path, ADAPTER_S)
-        request = SharedRequest(self._fetch, method, path, query, headers, body, timeout_s)
+        request = SharedRequest(self.fetch, method, path, query, headers, body, timeout_s)
         outcomes = await asyncio.gather(*(self._one(path, request, worker) for worker in workers))
         bad = [outcome for outcome, done in outcomes if not done]
         answers = [outcome.answer for outcome, _ in outcomes if outcome.answer is not None]
@@ -154,7 +149,7 @@ class Broadcasts:
             wanted = json.loads(request.body)
             if wanted["lora_path"].startswith(STORE_SCHEME):  # the worker shows its node's directory instead
                 return True
-            models = json.loads((await self._fetch("GET", f"{base}/v1/models", headers, b"", LOOK_S)).body)
+            models = json.loads((await self.fetch("GET", f"{base}/v1/models", headers, b"", LOOK_S)).body)
             paths = [model["root"] for model in models["data"] if model["id"] == wanted["lora_name"]]
             return paths == [wanted["lora_path"]]
         except (Unreachable, ValueError, KeyError, TypeError, AttributeError) as unknown:

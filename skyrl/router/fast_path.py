@@ -7,14 +7,13 @@ others take the long way. docs/decisions/router.md has the figures that are the 
 
 from __future__ import annotations
 
-import hmac
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from skyrl.http.admin_key import FORWARDING, forwarded_for
+from skyrl.http.admin_key import FORWARDING, AdminKey, forwarded_for
 from skyrl.http.client import lines_of
 from skyrl.http.connection import Connection, Origin, address_of
 from skyrl.http.forward import RequestHead
@@ -36,10 +35,10 @@ _METHODS = frozenset((b"POST", b"GET", b"PUT", b"DELETE"))
 class FastPathRule:
     """Which requests take the short way. `is_own(path)`: the router answers this path itself."""
 
-    def __init__(self, proxy: Proxy, is_own: Callable[[str], bool], bearer: bytes | None) -> None:
+    def __init__(self, proxy: Proxy, is_own: Callable[[str], bool], key: AdminKey | None) -> None:
         self.proxy = proxy
         self._is_own = is_own
-        self._bearer = bearer
+        self._key = key
         self._most_bytes = min(LEAN_BODY_BYTES, proxy.limits.body_bytes)
 
     def takes(self, method: bytes, url: bytes, head: RequestHead, headers: list[tuple[bytes, bytes]]) -> bool:
@@ -48,10 +47,7 @@ class FastPathRule:
         path = url.partition(b"?")[0]
         if not path.startswith(b"/") or b"%" in path or self._is_own(path.decode("latin-1")):
             return False
-        if self._bearer is None:
-            return True
-        given = next((value for name, value in headers if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._bearer)
+        return self._key is None or self._key.is_in(headers)
 
 
 class FastCycle:

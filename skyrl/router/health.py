@@ -80,7 +80,9 @@ class HealthProber:
     async def _probe(self, worker: Worker) -> None:
         try:
             for url in dict.fromkeys((worker.url, worker.completions_url or worker.url)):
-                await self._probe_address(url)
+                answer = await self._fetch("GET", f"{url}/health", self._headers, b"", self._timeout_s)
+                if not 200 <= answer.status < 300:
+                    raise Unreachable(f"{url}/health answered {answer.status}")
         except Refused as refusal:
             self._pool.probe_failed(worker, str(refusal), self._failure_threshold)
             self._pool.refused(worker)
@@ -88,11 +90,6 @@ class HealthProber:
             self._pool.probe_failed(worker, str(failure), self._failure_threshold)
         else:
             self._pool.probe_answered(worker)
-
-    async def _probe_address(self, url: str) -> None:
-        answer = await self._fetch("GET", f"{url}/health", self._headers, b"", self._timeout_s)
-        if not 200 <= answer.status < 300:
-            raise Unreachable(f"{url}/health answered {answer.status}")
 
 
 logger = logging.getLogger(__name__)

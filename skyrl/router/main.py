@@ -145,10 +145,10 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
             policy=options.policy,
             max_body_bytes=options.limits.body_bytes,
             admin_key=AdminKey(options.admin_key),
-            key=options.key,
+            key=None if options.key is None else AdminKey(options.key),
         )
         # Middleware sees every request, so then all requests take the long way
-        yield Router(app, None if options.middleware else FastPathRule(proxy, is_own, app.bearer))
+        yield Router(app, None if options.middleware else FastPathRule(proxy, is_own, app.key))
 
 
 def _slime_args(options: RouterOptions) -> dict[str, object]:
@@ -234,7 +234,7 @@ def options_of(runtime: Runtime) -> RouterOptions:
         health_check_failure_threshold=HEALTH_CHECK_FAILURES,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         hang_s=config.backend_config.inference.health_timeout_s,
-        state_dir=_workers_of(runtime),
+        state_dir=runtime.directory / f"router-{config.role.number}" if config.role.name else runtime.directory,
         metrics_directory=runtime.metrics_directory,
         process=config.role.process("router"),
         metrics_labels=config.role.labels,
@@ -243,12 +243,6 @@ def options_of(runtime: Runtime) -> RouterOptions:
         admin_key=runtime.inference_api_key,  # the server itself, and nobody else
         names_workers=True,
     )
-
-
-def _workers_of(runtime: Runtime) -> Path:
-    """The directory of the list of workers."""
-    role = runtime.config.role
-    return runtime.directory / f"router-{role.number}" if role.name else runtime.directory
 
 
 def main() -> None:

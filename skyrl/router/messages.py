@@ -22,7 +22,6 @@ from skyrl.http.messages import (
     Reply,
     Scope,
     Send,
-    encoded,
     json_reply,
     replayed,
 )
@@ -95,7 +94,7 @@ class Request:
         self.headers.set_length(len(body))
 
     def set_json(self, value: Any) -> None:
-        self.set_body(encoded(value))
+        self.set_body(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode())
 
     def to_asgi(self) -> tuple[Scope, Receive]:
         """What the next application is called with. Each call begins with the whole body again, if it was read."""
@@ -153,7 +152,7 @@ class Response:
         self.headers.set_length(len(body))
 
     def set_json(self, value: Any) -> None:
-        self.set_body(encoded(value))
+        self.set_body(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode())
 
     async def send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status, "headers": self.headers.raw})

@@ -71,7 +71,7 @@ class RouterMetrics(Collector):
             events.add_metric((event,), self._counts[event])
         yield events
         about = "Requests that wait because as many as allowed are at workers."
-        yield GaugeMetricFamily("skyrl_router_waiting", about, value=self._proxy.waiting)
+        yield GaugeMetricFamily("skyrl_router_waiting", about, value=self._proxy.slots.waiting)
         about = "How often a healthy worker was taken out of routing because it did not answer."
         yield CounterMetricFamily("skyrl_router_ejections", about, value=self._pool.ejections)
         yield from self._workers()

@@ -100,7 +100,8 @@ class WorkerPool:
         self._by_id: dict[str, Worker] = {}
         self._candidates: tuple[Worker, ...] = ()
         self._subscribers: list[Callable[[Worker, Change], None]] = []
-        self._next_change = asyncio.Event()
+        self.next_change = asyncio.Event()
+        """Is set at the next change of the candidates. Get it in the moment in which the candidates are looked at."""
         self.ejections = 0
         """How often a healthy worker was quarantined."""
 
@@ -194,11 +195,6 @@ class WorkerPool:
                 worker.holds -= 1
                 if self._workers.get(worker.url) is worker:  # it may have been removed meanwhile
                     self._changed(worker, Change.HELD)
-
-    @property
-    def next_change(self) -> asyncio.Event:
-        """Is set at the next change of the candidates. Get it in the moment in which the candidates are looked at."""
-        return self._next_change
 
     def find(self, id_or_url: str) -> Worker | None:
         worker = self._by_id.get(id_or_url)
@@ -310,7 +306,7 @@ class WorkerPool:
             candidates = tuple(worker for worker in quarantined if worker.held and worker.answers)
         if candidates != self._candidates:
             self._candidates = candidates
-            self._next_change.set()
-            self._next_change = asyncio.Event()
+            self.next_change.set()
+            self.next_change = asyncio.Event()
         for subscriber in self._subscribers:
             subscriber(worker, change)

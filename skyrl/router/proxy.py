@@ -22,7 +22,7 @@ import msgspec
 from skyrl.http.client import AnswerStream, HttpClient, head_of
 from skyrl.http.connection import HeaderList, Interrupted, NotAccepted, address_of
 from skyrl.http.forward import RequestHead, check_headers, check_target, pass_back, passed_on
-from skyrl.http.messages import Body, BodyTooLarge, ClientLeft, Receive, Scope, Send, WatchedSend
+from skyrl.http.messages import Body, BodyTooLarge, ClientLeft, Receive, Scope, Send
 from skyrl.router.messages import BUSY, INTERRUPTED, NO_WORKER, refusal
 from skyrl.router.policies import RequestFacts
 from skyrl.router.pool import Slots, TooManyWaiting, WorkerPool
@@ -98,10 +98,6 @@ class Proxy:
         self._names_workers = names_workers
         self.counts = counts
 
-    @property
-    def waiting(self) -> int:
-        return self.slots.waiting
-
     def answer_headers(self, worker: Worker, status: int, headers: HeaderList) -> HeaderList:
         """The headers of a worker's answer that go on to the client."""
         return [*passed_on(status, headers), *self.name_of(worker)]
@@ -124,13 +120,10 @@ class Proxy:
                 self.counts["refused_busy"] += 1
                 await refusal(503, BUSY, f"{self.limits.waiting} requests wait already").send(send)
                 return
-        sent = WatchedSend(send)
         try:
-            await self._forward(scope, receive, sent)
-        except BodyTooLarge as error:
+            await self._forward(scope, receive, send)
+        except BodyTooLarge:
             self.counts["refused_body"] += 1
-            if sent.status is not None:
-                raise Truncated(str(error)) from error
             await refusal(413, "body_too_large", f"a body may have {self.limits.body_bytes} bytes").send(send)
         except ClientLeft:
             self.counts["client_left"] += 1
@@ -138,7 +131,7 @@ class Proxy:
         finally:
             self.slots.release()
 
-    async def _forward(self, scope: Scope, receive: Receive, send: WatchedSend) -> None:
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises BodyTooLarge, and as `__call__`."""
         method, path, query = scope["method"], scope["path"], scope["query_string"]
         raw_path = scope.get("raw_path") or path.encode()
@@ -175,9 +168,7 @@ class Proxy:
         name = named.lora_path or named.model
         return None if name in self._base_models else name
 
-    async def _try_workers(
-        self, request: _Request, facts: RequestFacts, chosen: Worker | None, send: WatchedSend
-    ) -> None:
+    async def _try_workers(self, request: _Request, facts: RequestFacts, chosen: Worker | None, send: Send) -> None:
         pool, tried, trouble = self.pool, [], "no worker is routable"
         while len(tried) < MAX_TRIES:
             worker = chosen if chosen is not None and chosen.routable else pool.choose(facts, tried)
@@ -211,9 +202,7 @@ class Proxy:
                     await self.pool.next_change.wait()
         return self.pool.choose(facts)
 
-    async def _exchange(
-        self, worker: Worker, url: str, answer: AnswerStream, request: _Request, send: WatchedSend
-    ) -> None:
+    async def _exchange(self, worker: Worker, url: str, answer: AnswerStream, request: _Request, send: Send) -> None:
         head, body = head_of(request.method, address_of(url), request.target, request.head.lines), request.body
         if body.complete:
             length = len(body.begun) if request.head.has_body or body.begun else None
@@ -221,17 +210,19 @@ class Proxy:
             length = request.head.length
         content = body.begun if body.complete else body.pieces()
         worker.exchanges.add(answer.connection)
+        started = False
         try:
             await answer.ask(head, content, length, without_body=request.method == "HEAD")
+            started = True
             await pass_back(answer, self.answer_headers(worker, answer.status, answer.headers), send)
             self.counts["answered"] += 1
         except Interrupted as error:
-            if isinstance(body.error, ClientLeft | BodyTooLarge):
+            if isinstance(body.error, ClientLeft) or (isinstance(body.error, BodyTooLarge) and not started):
                 raise body.error from None
             if body.error is not None:  # of a middleware's `receive`
                 logger.error("the body of %s could not be read", request.method, exc_info=body.error)
             self.counts["interrupted"] += 1
-            if send.status is not None:
+            if started:
                 raise Truncated(f"{worker.url}: {error}") from error
             message = f"no answer from {worker.url} ({error}); it may have processed the request"
             await refusal(502, INTERRUPTED, message, self.name_of(worker)).send(send)

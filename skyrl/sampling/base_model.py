@@ -228,7 +228,7 @@ class BaseModels:
         given the base model another one since. Raises RequestError naming `field`."""
         if len(self._models) == 1:
             return self._models[0]
-        number = self._names.number(base_model)
+        number = self._names.numbers.get(base_model)
         if number is None:
             raise RequestError(
                 f"belongs to the base model {base_model!r}, which is not served here any more; there is: "
@@ -249,5 +249,5 @@ class BaseModels:
         found = _SESSION.search(body, max(0, len(body) - _HEAD)) or _SESSION.search(body, 0, _HEAD)
         if found is None or (base_model := base_model_of(found[1].decode(errors="replace"))) is None:
             return None
-        number = self._names.number(base_model)
+        number = self._names.numbers.get(base_model)
         return None if number is None else self._models[number]

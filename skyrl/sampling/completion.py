@@ -1,18 +1,20 @@
-"""The codec between a sample job and vLLM's `/v1/completions`: encodes requests, and decodes complete answers.
+"""The codec between a sample job and vLLM: encodes requests to `/v1/completions`, and decodes complete answers.
 
 `PromptAnswer` reads the prompt's part of an answer: logprobs, best tokens, and the rows that skyrl's plugin in vLLM has
-appended. `pictures` has the codec of the other route, for prompts with pictures. Does not know connections, retries or
-futures.
+appended. `pictures` encodes the requests of the other route, for prompts with pictures; its answers are decoded here,
+too. Does not know connections, retries or futures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
+from msgspec.structs import astuple
 
+from skyrl.base.pictures.picture import Pictures
 from skyrl.base.wire.results import Alternatives, SampledSequence, SampleResult, TopkRow, encode_sample
 from skyrl.base.wire.tensors import WireTensor
 from skyrl.inference.vllm_plugin.protocol import PromptScores
@@ -166,51 +168,57 @@ class AbortedAnswer(Exception):
     """vLLM aborted the request: the `finish_reason` is none of ENDED."""
 
 
+class _Cell(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+
+
+class _Sampled(msgspec.Struct, gc=False):
+    logprob: float | None = None
+    top_logprobs: msgspec.Raw = NOT_TOLD
+
+
 class _Logprobs(msgspec.Struct):
+    """`content` is in answers to requests with pictures, the others are in all others. Rows of `top_logprobs` are read
+    only where they are asked for: vLLM sends a row for every token in any case, and to decode these rows takes as long
+    as all else."""
+
     token_logprobs: list[float | None] | None = None
     top_logprobs: msgspec.Raw = NOT_TOLD
-    """Read only where they are asked for. vLLM sends a row for every token in any case, and to decode these rows takes
-    as long as all else."""
+    content: list[_Sampled] | None = None
 
 
-class Choice(Protocol):
-    """One sequence of an answer, in the form of either route."""
+class Choice(msgspec.Struct):
+    """One sequence of an answer."""
 
-    index: int
-    finish_reason: str | None
-    token_ids: list[int] | None
-    prompt_logprobs: list[msgspec.Raw] | None
-    """Undecoded rows. As objects, all rows together would take several times the memory of the body."""
-    weight_versions: msgspec.Raw
-    """Read only where servers change their weights."""
-    cached_prompt_tokens: int | None
-    """Of several sequences, those that this one found in the prefix cache. Servers without skyrl's plugin do not tell
-    it."""
-
-    def sampled_logprobs(self) -> list[float | None] | None:
-        """One for each token; None if the answer has no logprobs."""
-        ...
-
-    def cells(self) -> Sequence[Sequence[tuple[int, float]]]:
-        """For each token the most likely tokens with their logprobs, in any order; empty if the answer has none.
-        Raises msgspec.DecodeError and ValueError."""
-        ...
-
-
-class _Choice(msgspec.Struct):
     index: int = 0
     finish_reason: str | None = None
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     prompt_logprobs: list[msgspec.Raw] | None = None
+    """Undecoded rows. As objects, all rows together would take several times the memory of the body. An answer to a
+    request with pictures has them once, beside the choices."""
     weight_versions: msgspec.Raw = NOT_TOLD
+    """Read only where servers change their weights."""
     cached_prompt_tokens: int | None = None
+    """Of several sequences, those that this one found in the prefix cache. Servers without skyrl's plugin do not tell
+    it, nor do answers to requests with pictures."""
 
     def sampled_logprobs(self) -> list[float | None] | None:
-        return None if self.logprobs is None else self.logprobs.token_logprobs
+        """One for each token; None if the answer has no logprobs."""
+        if self.logprobs is None or self.logprobs.content is None:
+            return None if self.logprobs is None else self.logprobs.token_logprobs
+        return [sampled.logprob for sampled in self.logprobs.content]
 
     def cells(self) -> Sequence[Sequence[tuple[int, float]]]:
-        rows = (None if self.logprobs is None else _rows_decoder.decode(self.logprobs.top_logprobs)) or []
+        """For each token the most likely tokens with their logprobs, in any order; empty if the answer has none.
+        Raises msgspec.DecodeError and ValueError."""
+        if self.logprobs is None:
+            return []
+        if self.logprobs.content is not None:
+            lists = (_cells_decoder.decode(sampled.top_logprobs) or [] for sampled in self.logprobs.content)
+            return [[(cell.token_id, cell.logprob) for cell in cells] for cells in lists]
+        rows = _rows_decoder.decode(self.logprobs.top_logprobs) or []
         return [[(int(key.removeprefix(TOKEN_ID_PREFIX)), value) for key, value in (row or {}).items()] for row in rows]
 
 
@@ -245,25 +253,37 @@ class AnswerUsage(msgspec.Struct):
         return Used(prompt, min(self.cached, prompt), max(0, self.completion_tokens or 0))
 
 
-class _Completion(msgspec.Struct):
-    choices: list[_Choice]
+class _Placeholder(msgspec.Struct):
+    offset: int
+    length: int
+
+
+class AnswerParts(msgspec.Struct, kw_only=True):
+    """An answer beside its choices. All but `usage` are told of requests with pictures alone."""
+
     usage: AnswerUsage | None = None
+    prompt_token_ids: list[int] | None = None
+    mm_placeholders: dict[str, list[_Placeholder]] | None = None
+    prompt_logprobs: list[msgspec.Raw] | None = None
 
 
-class _LargeCompletion(msgspec.Struct):
-    """A large completion with undecoded choices. All other threads wait while msgspec decodes, so each choice is
-    decoded in a call of its own."""
+class _Answer(AnswerParts, kw_only=True):
+    choices: list[Choice]
+
+
+class _LargeAnswer(AnswerParts, kw_only=True):
+    """A large answer with undecoded choices. All other threads wait while msgspec decodes, so each choice is decoded in
+    a call of its own."""
 
     choices: list[msgspec.Raw]
-    usage: AnswerUsage | None = None
 
 
-C = TypeVar("C", bound=Choice)
 _encoder = msgspec.json.Encoder()
-_completion_decoder = msgspec.json.Decoder(_Completion)
-_large_decoder = msgspec.json.Decoder(_LargeCompletion)
-_choice_decoder = msgspec.json.Decoder(_Choice)
+_answer_decoder = msgspec.json.Decoder(_Answer)
+_large_decoder = msgspec.json.Decoder(_LargeAnswer)
+_choice_decoder = msgspec.json.Decoder(Choice)
 _rows_decoder = msgspec.json.Decoder(list[dict[str, float] | None] | None)
+_cells_decoder = msgspec.json.Decoder(list[_Cell] | None)
 
 
 def encode_request(job: SampleJob, priority: int | None = None) -> bytes:
@@ -304,23 +324,20 @@ def sampling_params(job: SampleJob) -> dict[str, Any]:
 
 
 def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> SampleAnswer:
-    """The SampleResponse for a 2xx answer, with its token counts.
+    """The SampleResponse for a 2xx answer, with its token counts. Logprobs of the prompt at places of a picture are
+    those of `image_token_id`, as vLLM computes them.
 
-    `zero_fill` accepts tokens without logprobs and gives them 0.0. Raises MalformedAnswer, MissingLogprobs,
-    AbortedAnswer, OtherWeights.
+    `zero_fill` accepts tokens without logprobs and gives them 0.0. Raises MalformedAnswer, OtherTokens,
+    MissingLogprobs, AbortedAnswer, OtherWeights.
     """
     try:
-        answer = (_completion_decoder if len(body) <= LARGE_BYTES else _large_decoder).decode(body)
+        answer = (_answer_decoder if len(body) <= LARGE_BYTES else _large_decoder).decode(body)
         choices = [
             _choice_decoder.decode(choice) if isinstance(choice, msgspec.Raw) else choice for choice in answer.choices
         ]
     except (msgspec.DecodeError, ValueError) as error:
-        raise MalformedAnswer(f"not a completion: {error}") from error
-    return answer_of(choices, answer.usage, job, zero_fill=zero_fill)
-
-
-def answer_of(choices: list[C], usage: AnswerUsage | None, job: SampleJob, *, zero_fill: bool) -> SampleAnswer:
-    """The SampleResponse made of an answer's parts. Sorts `choices`. Raises as `decode_answer`."""
+        kind = "completion" if job.pictures is None else "generation"
+        raise MalformedAnswer(f"not a {kind}: {error}") from error
     expected = 1 if job.greedy else job.num_samples
     if len(choices) != expected:
         raise MalformedAnswer(f"{len(choices)} choices for {expected} samples")
@@ -328,14 +345,38 @@ def answer_of(choices: list[C], usage: AnswerUsage | None, job: SampleJob, *, ze
     for choice in choices:  # before other checks: an aborted answer may lack the parts that they need
         if choice.finish_reason not in ENDED:
             raise AbortedAnswer(f"finish_reason {choice.finish_reason!r}")
+    if job.pictures is not None:
+        check_prompt(answer, job.prompt[:], job.pictures)
+        choices[0].prompt_logprobs = answer.prompt_logprobs
     if job.version is not None:
         check_began((spans_in(choice.weight_versions) for choice in choices), job.version)
     try:
-        return _encode(choices, usage, job, zero_fill)
+        return _encode(choices, answer.usage, job, zero_fill)
     except msgspec.DecodeError as error:
         raise MalformedAnswer(f"not a completion: {error}") from error
     except (ValueError, OverflowError) as error:
         raise MalformedAnswer(f"not token ids: {error}") from error
+
+
+class OtherTokens(MalformedAnswer):
+    """The inference server's processor has made other tokens of the prompt than this server."""
+
+
+def check_prompt(answer: AnswerParts, prompt: Sequence[int], pictures: Pictures) -> None:
+    """Raise OtherTokens unless vLLM has computed the prompt of the job."""
+    if answer.prompt_token_ids == prompt:
+        return
+    found = (answer.mm_placeholders or {}).get("image", [])
+    for number, (picture, placed) in enumerate(zip(pictures.placed, found, strict=False)):
+        if picture.tokens != placed.length:
+            raise OtherTokens(
+                f"the inference server made {placed.length} tokens of image {number + 1} of the prompt, and this "
+                f"server counted {picture.tokens}: their image processors have different settings"
+            )
+    raise OtherTokens(
+        f"the inference server made a prompt of {len(answer.prompt_token_ids or [])} tokens, and the request has "
+        f"{len(prompt)}, with other ids"
+    )
 
 
 def _encode(choices: Sequence[Choice], usage: AnswerUsage | None, job: SampleJob, zero_fill: bool) -> SampleAnswer:
@@ -389,12 +430,8 @@ def _sequence(choice: Choice, job: SampleJob, zero_fill: bool) -> SampledSequenc
         choice.token_ids,
         cast("list[float]", logprobs),
         topk,
-        None if job.version is None else _spans(choice),
+        None if job.version is None else [*map(astuple, spans_in(choice.weight_versions) or ())],
     )
-
-
-def _spans(choice: Choice) -> list[tuple[str, int, int]]:
-    return [(span.version, span.start, span.end) for span in spans_in(choice.weight_versions) or ()]
 
 
 def _sample_topk(choice: Choice, k: int) -> list[TopkRow]:

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -117,12 +118,6 @@ def answer_bound(job: SampleJob) -> int:
 logger = logging.getLogger(__name__)
 
 
-class Decode(Protocol):
-    """`decode_answer` of `completion` or of `pictures`."""
-
-    def __call__(self, body: bytes, job: SampleJob, *, zero_fill: bool) -> completion.SampleAnswer: ...
-
-
 class AnswerReader:
     """Counts answers that cannot be used in `counts`. With `zero_fill`, missing logprobs become 0.0."""
 
@@ -132,9 +127,7 @@ class AnswerReader:
         self._decoder = ThreadPoolExecutor(1, "answers")
         """One thread: a decoder holds the interpreter lock most of the time, so a second one would only take memory."""
 
-    async def read(
-        self, answer: Answer, job: SampleJob, decode: Decode = completion.decode_answer
-    ) -> completion.SampleAnswer:
+    async def read(self, answer: Answer, job: SampleJob) -> completion.SampleAnswer:
         """Raises AbortedAnswer if vLLM aborted the sample, and FailedRequest if the answer cannot be used."""
         if not answer.whole:
             self._counts["malformed"] += 1
@@ -145,21 +138,21 @@ class AnswerReader:
             )
         try:
             try:
-                return await self._decode(decode, answer.body, job, zero_fill=False)
+                return await self._decode(answer.body, job, zero_fill=False)
             except completion.MissingLogprobs as error:
                 self._counts["missing_logprobs"] += 1
                 if not self._zero_fill:
                     raise
                 logger.warning("request %s: %s; zero-filled, as configured", job.request_id, error)
-                return await self._decode(decode, answer.body, job, zero_fill=True)
+                return await self._decode(answer.body, job, zero_fill=True)
         except completion.MalformedAnswer as error:
             self._counts["malformed"] += 1
             raise server_failure(f"{error}; {describe(answer)}") from error
 
-    async def _decode(self, decode: Decode, body: bytes, job: SampleJob, *, zero_fill: bool) -> completion.SampleAnswer:
+    async def _decode(self, body: bytes, job: SampleJob, *, zero_fill: bool) -> completion.SampleAnswer:
         if len(body) <= completion.LARGE_BYTES:
-            return decode(body, job, zero_fill=zero_fill)
-        work = partial(decode, body, job, zero_fill=zero_fill)
+            return completion.decode_answer(body, job, zero_fill=zero_fill)
+        work = partial(completion.decode_answer, body, job, zero_fill=zero_fill)
         return await asyncio.get_running_loop().run_in_executor(self._decoder, with_short_switches, work)
 
     def close(self) -> None:
@@ -234,31 +227,22 @@ class PictureSends:
         self.files = files
         self._turns = asyncio.Semaphore(MAX_SENDS)
 
-    async def turn(self, timeout_s: float) -> SendTurn:
-        """Raises NotAccepted if there is none in time."""
+    async def turn(self, timeout_s: float) -> ExitStack:
+        """A turn, until it is closed. Raises NotAccepted if there is none in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._turns.acquire()
         except TimeoutError as error:
             raise NotAccepted("other requests with pictures were still being sent") from error
-        return SendTurn(self._turns)
+        turn = ExitStack()
+        turn.callback(self._turns.release)
+        return turn
 
 
-class SendTurn:
-    """One of the turns, until `end`. A second call of `end` does nothing."""
-
-    def __init__(self, turns: asyncio.Semaphore) -> None:
-        self._turns: asyncio.Semaphore | None = turns
-
-    def end(self) -> None:
-        turns, self._turns = self._turns, None
-        if turns is not None:
-            turns.release()
-
-    def ending(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        """The pieces; the turn ends with the last one."""
+def _closing(turn: ExitStack, pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The pieces; the turn ends with the last one."""
+    with turn:
         yield from pieces
-        self.end()
 
 
 class PictureExchange(SampleExchange):
@@ -286,11 +270,11 @@ class PictureExchange(SampleExchange):
         turn = await self._sends.turn(end - time.perf_counter())
         try:
             body, rest = await self._encode(job)
-            rest.pieces = turn.ending(rest.pieces)
+            rest.pieces = _closing(turn, rest.pieces)
             sent = time.perf_counter()
             answer = await self._transport.post(url, body, headers, end - sent, answer_bound(job), rest)
         finally:
-            turn.end()
+            turn.close()
         self._upstream_s += time.perf_counter() - sent
         self._check_route(answer)
         return answer
@@ -312,8 +296,3 @@ class PictureExchange(SampleExchange):
             raise server_failure("the inference server takes no images: start vLLM with --enable-scale-out")
         if answer.status == 404 and answer.body == _NO_ROUTE:
             raise server_failure(f"the inference server takes no images: it has no {pictures.PATH}")
-
-    async def read(self, answer: Answer) -> completion.SampleAnswer:
-        result = await self._reader.read(answer, self._job, pictures.decode_answer)
-        result.upstream_s, result.server = self._upstream_s, answer.worker
-        return result

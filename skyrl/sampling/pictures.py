@@ -1,13 +1,13 @@
-"""Pictures of requests: how they come in, where they stand in a prompt, and the codec of samples that have some.
+"""Pictures of requests: how they come in, where they stand in a prompt, and the requests of samples that have some.
 
 `PictureIngress` takes the files out of a request before the request is recorded: it checks each file in a worker
 process, stores the file once, and notes its use. A sample with a wrong picture is refused at once. A training command
 is recorded all the same, and fails when its turn comes (see `skyrl.api.routes.training`); then the database has the
 reason in place of the file.
 
-`encode_request` and `decode_answer` know the body of vLLM's `/inference/v1/generate`, which takes token ids and
-pictures: in the request each picture has one `image_token_id`, and vLLM's processor makes as many of it as the picture
-has tokens. `completion` makes the result.
+`encode_request` makes the body for vLLM's `/inference/v1/generate`, which takes token ids and pictures: in the request
+each picture has one `image_token_id`, and vLLM's processor makes as many of it as the picture has tokens. `completion`
+decodes the answer.
 """
 
 from __future__ import annotations
@@ -38,18 +38,11 @@ from skyrl.base.wire.sample_request import (
 from skyrl.http.client import Pieces
 from skyrl.runtime.pictures.checker import NotChecked, PictureChecker, TooManyPictures
 from skyrl.sampling.completion import (
-    ENDED,
-    LARGE_BYTES,
-    AnswerUsage,
-    MalformedAnswer,
-    SampleAnswer,
-    answer_of,
     prompt_scores,
     sampling_params,
 )
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.metrics import ImageMetrics
-from skyrl.sampling.servers import NOT_TOLD
 from skyrl.storage.db import pictures as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.pictures import PictureFiles
@@ -239,76 +232,7 @@ PIECE_BYTES = 192 * 2**10
 """How much of a file becomes base64 at a time: some 0.1 ms. Divisible by 3, so that the pieces' texts can be joined."""
 
 
-class OtherTokens(MalformedAnswer):
-    """The inference server's processor has made other tokens of the prompt than this server."""
-
-
-class _Cell(msgspec.Struct, gc=False):
-    token_id: int
-    logprob: float
-
-
-class _Sampled(msgspec.Struct, gc=False):
-    logprob: float | None = None
-    top_logprobs: msgspec.Raw = NOT_TOLD
-    """Read only where they are asked for."""
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Sampled] | None = None
-
-
-class _Choice(msgspec.Struct):
-    index: int = 0
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
-    prompt_logprobs: list[msgspec.Raw] | None = None
-    """Not in the choice: the answer has them once."""
-    weight_versions: msgspec.Raw = NOT_TOLD
-    cached_prompt_tokens: int | None = None
-    """Not told by this route."""
-
-    @property
-    def _content(self) -> list[_Sampled] | None:
-        return None if self.logprobs is None else self.logprobs.content
-
-    def sampled_logprobs(self) -> list[float | None] | None:
-        content = self._content
-        return None if content is None else [sampled.logprob for sampled in content]
-
-    def cells(self) -> Sequence[Sequence[tuple[int, float]]]:
-        rows = (_cells_decoder.decode(sampled.top_logprobs) or [] for sampled in self._content or [])
-        return [[(cell.token_id, cell.logprob) for cell in row] for row in rows]
-
-
-class _Placeholder(msgspec.Struct):
-    offset: int
-    length: int
-
-
-class _Parts(msgspec.Struct, kw_only=True):
-    usage: AnswerUsage | None = None
-    prompt_token_ids: list[int] | None = None
-    mm_placeholders: dict[str, list[_Placeholder]] | None = None
-    prompt_logprobs: list[msgspec.Raw] | None = None
-
-
-class _Generation(_Parts, kw_only=True):
-    choices: list[_Choice]
-
-
-class _LargeGeneration(_Parts, kw_only=True):
-    """A large answer with undecoded choices: each is decoded in a call of its own."""
-
-    choices: list[msgspec.Raw]
-
-
 _encoder = msgspec.json.Encoder()
-_generation_decoder = msgspec.json.Decoder(_Generation)
-_large_decoder = msgspec.json.Decoder(_LargeGeneration)
-_choice_decoder = msgspec.json.Decoder(_Choice)
-_cells_decoder = msgspec.json.Decoder(list[_Cell] | None)
 
 
 def encode_request(job: SampleJob, priority: int | None, files: Mapping[str, bytes]) -> tuple[bytes, Pieces]:
@@ -338,7 +262,7 @@ def encode_request(job: SampleJob, priority: int | None, files: Mapping[str, byt
         for number, picture in enumerate(job.pictures.placed)
     ]
     pictures = [files[picture.digest] for picture in job.pictures.placed]
-    size = sum(len(head) + _base64_length(len(data)) + 2 for head, data in zip(heads, pictures, strict=True)) + 2
+    size = sum(len(head) + (len(data) + 2) // 3 * 4 + 2 for head, data in zip(heads, pictures, strict=True)) + 2
     return start, Pieces(size, _pieces(heads, pictures))
 
 
@@ -361,47 +285,3 @@ def _pieces(heads: Sequence[bytes], pictures: Sequence[bytes]) -> Iterator[bytes
             yield binascii.b2a_base64(view[start : start + PIECE_BYTES], newline=False)
         yield b'"}'
     yield b"]}"
-
-
-def _base64_length(size: int) -> int:
-    return (size + 2) // 3 * 4
-
-
-def decode_answer(body: bytes, job: SampleJob, *, zero_fill: bool = False) -> SampleAnswer:
-    """The SampleResponse for a 2xx answer, with its token counts. Logprobs of the prompt at places of a picture are
-    those of `image_token_id`, as vLLM computes them.
-
-    `zero_fill` accepts tokens without logprobs and gives them 0.0. Raises MalformedAnswer, OtherTokens,
-    MissingLogprobs, AbortedAnswer, OtherWeights.
-    """
-    try:
-        answer = (_generation_decoder if len(body) <= LARGE_BYTES else _large_decoder).decode(body)
-        choices = [
-            _choice_decoder.decode(choice) if isinstance(choice, msgspec.Raw) else choice for choice in answer.choices
-        ]
-    except (msgspec.DecodeError, ValueError) as error:
-        raise MalformedAnswer(f"not a generation: {error}") from error
-    for choice in choices:
-        choice.prompt_logprobs = answer.prompt_logprobs
-    if all(choice.finish_reason in ENDED for choice in choices):  # if not, the answer may lack the prompt
-        _check_prompt(answer, job)
-    return answer_of(choices, answer.usage, job, zero_fill=zero_fill)
-
-
-def _check_prompt(answer: _Parts, job: SampleJob) -> None:
-    """Raise OtherTokens unless vLLM has computed the prompt of the job."""
-    assert job.pictures is not None
-    prompt = job.prompt[:]
-    if answer.prompt_token_ids == prompt:
-        return
-    found = (answer.mm_placeholders or {}).get("image", [])
-    for number, (picture, placed) in enumerate(zip(job.pictures.placed, found, strict=False)):
-        if picture.tokens != placed.length:
-            raise OtherTokens(
-                f"the inference server made {placed.length} tokens of image {number + 1} of the prompt, and this "
-                f"server counted {picture.tokens}: their image processors have different settings"
-            )
-    raise OtherTokens(
-        f"the inference server made a prompt of {len(answer.prompt_token_ids or [])} tokens, and the request has "
-        f"{len(prompt)}, with other ids"
-    )

@@ -76,9 +76,12 @@ def bound_sentence(kind: str, bound: int, count: int, objects: str, remedy: str)
     return f"{key}: a tenant may have at most {bound}, and this API key's tenant has {count} {objects}: {remedy}"
 
 
+SAMPLING_SESSIONS = "sampling sessions in active sessions", "finish a session that is done"
+"""The objects and the remedy of `bound_sentence`."""
+
+
 def sampling_sessions_sentence(living: int, bound: int) -> str:
-    objects = "sampling sessions in active sessions"
-    return bound_sentence("sampling sessions", bound, living, objects, "finish a session that is done")
+    return bound_sentence("sampling sessions", bound, living, *SAMPLING_SESSIONS)
 
 
 def stored_sentence(stored: int, limit: int) -> str:

@@ -14,13 +14,13 @@ from typing import Any
 
 from skyrl.base.wire.errors import OverQuota
 from skyrl.sampling.quota_account import (
+    SAMPLING_SESSIONS,
     SOON_S,
     Account,
     Bounds,
     QuotaLimits,
     Ticket,
     bound_sentence,
-    sampling_sessions_sentence,
     stored_sentence,
 )
 from skyrl.storage.db import quotas as rows
@@ -166,31 +166,19 @@ class Quotas:
                     f"models: this API key's tenant may have {quota} in training, and has {living}: unload one, or "
                     "finish a session that is done",
                 )
-            if living >= bound:
-                raise OverQuota("models", bound_sentence("models", bound, living, "models in training", "unload one"))
+            _check_bound("models", living, bound, "models in training", "unload one")
 
         return check
 
     def sessions(self, tenant: str) -> Check:
         """The check before a session is added."""
-        bound = self._bounds.sessions
-
-        def check(connection: Connection) -> None:
-            if (active := rows.active_sessions(connection, tenant)) >= bound:
-                remedy = "finish those that are done"
-                raise OverQuota("sessions", bound_sentence("sessions", bound, active, "active sessions", remedy))
-
-        return check
+        bound, remedy = self._bounds.sessions, "finish those that are done"
+        return lambda c: _check_bound("sessions", rows.active_sessions(c, tenant), bound, "active sessions", remedy)
 
     def sampling_sessions(self, tenant: str) -> Check:
         """The check before a sampling session is added."""
-        bound = self._bounds.sampling_sessions
-
-        def check(connection: Connection) -> None:
-            if (living := rows.living_samplers(connection, tenant)) >= bound:
-                raise OverQuota("sampling_sessions", sampling_sessions_sentence(living, bound))
-
-        return check
+        bound, objects = self._bounds.sampling_sessions, SAMPLING_SESSIONS
+        return lambda c: _check_bound("sampling sessions", rows.living_samplers(c, tenant), bound, *objects)
 
     def stored_bytes(self, tenant: str, size: int) -> Check | None:
         """The check before checkpoints of `size` bytes are added; None if the tenant has no quota of bytes."""
@@ -208,3 +196,9 @@ class Quotas:
         """Run a check early, before work that it would make useless."""
         if check is not None:
             await self._database.read_async(check)
+
+
+def _check_bound(kind: str, count: int, bound: int, objects: str, remedy: str) -> None:
+    """Raises OverQuota if a tenant has reached one of `Bounds`; see `bound_sentence`."""
+    if count >= bound:
+        raise OverQuota(kind.replace(" ", "_"), bound_sentence(kind, bound, count, objects, remedy))

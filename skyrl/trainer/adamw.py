@@ -1,13 +1,11 @@
 """AdamW on flat float32 buffers, in place and in chunks, with torch's semantics and per-step hyper-parameters.
 
-`Buffers` are what is trained: an adapter, or the parameters of a whole model, or one rank's part of either. Knows
-storage. Knows nothing of layers, batches or ranks.
+Knows storage. Knows nothing of layers, batches or ranks.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,41 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skyrl.trainer.protocol import AdamParams, DeviceFault
-
-
-class Buffers(ABC):
-    """Weights with their gradient, moments and step count. Gradient and moments are flat, in the weights' order.
-    `shapes`: of the weights, by name."""
-
-    shapes: dict[str, tuple[int, ...]]
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.gradient: Tensor | None = None
-        self.exp_avg: Tensor | None = None
-        self.exp_avg_sq: Tensor | None = None
-        self.step = 0
-
-    @property
-    def numel(self) -> int:
-        """How many weights there are."""
-        return sum(map(math.prod, self.shapes.values()))
-
-    @abstractmethod
-    def chunks(self, size: int) -> Iterator[tuple[Tensor, slice]]:
-        """All weights, in flat parts of at most `size` elements, each with its place in a flat buffer."""
-
-    def zeros(self) -> Tensor:
-        """A new flat buffer."""
-        return torch.zeros(self.numel, device=self.device)
-
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Named tensors that share memory with a flat buffer."""
-        sizes = [math.prod(shape) for shape in self.shapes.values()]
-        return {
-            name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), flat.split(sizes), strict=True)
-        }
+from skyrl.trainer.lora.adapter import Buffers
+from skyrl.trainer.protocol import AdamParams, DeviceFault, InvalidRequest
 
 
 class NonFiniteGradient(FloatingPointError):
@@ -163,3 +128,25 @@ def _step_chunk(
     if decay_factor != 1:
         weights.mul_(decay_factor)
     weights.addcdiv_(exp_avg, denominator, value=-params.learning_rate / correction1)
+
+
+LARGEST = 1e16
+"""Larger learning rates, decays and eps are refused: the factors of a step would not fit into float32, and torch would
+raise in the middle of a step that works in place."""
+
+
+def check_adam(params: AdamParams) -> None:
+    """Raise InvalidRequest for invalid hyper-parameters. eps 0 is invalid: it gives 0 / 0 where a gradient is zero."""
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(params, name) < 1:
+            raise InvalidRequest(f"adam_params.{name}: must be in [0, 1), got {getattr(params, name)}")
+    for name in ("learning_rate", "weight_decay"):
+        value = getattr(params, name)
+        if not 0 <= value <= LARGEST:
+            raise InvalidRequest(f"adam_params.{name}: must be in [0, {LARGEST:g}], got {value}")
+    if not (math.isfinite(params.grad_clip_norm) and params.grad_clip_norm >= 0):
+        raise InvalidRequest(
+            f"adam_params.grad_clip_norm: must be a finite number of at least 0, got {params.grad_clip_norm}"
+        )
+    if not 0 < params.eps <= LARGEST:
+        raise InvalidRequest(f"adam_params.eps: must be above 0 and at most {LARGEST:g}, got {params.eps}")

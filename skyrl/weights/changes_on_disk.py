@@ -77,7 +77,6 @@ class ChangesOnDisk(CheckpointOnDisk):
         await self._delete()
 
     async def _kept(self, base: str | None) -> VersionOnDisk:
-        """How the servers get the version: they keep its bytes."""
         checksums = None
         if self._checksums:
             checksums = {name: await asyncio.to_thread(digest, name, tensor) for name, tensor in self._last.items()}

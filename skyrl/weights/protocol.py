@@ -1,18 +1,14 @@
 """The one way in which new weights get to inference servers: begin, send part by part, finish.
 
-Nothing that samples sees changes before `finish`. `AdapterFiles` is the simplest medium: a save has written the files,
-and inference servers read them by themselves; every version has a name of its own on the servers, so samples from older
-versions go on. Media that send tensors have modules of their own. Imports no torch.
+Nothing that samples sees changes before `finish`. Each medium has a module of its own. Imports no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Generic, Protocol, TypeVar
-
-from skyrl.base.types.weights import AdapterVersion
 
 V_contra = TypeVar("V_contra", contravariant=True)
 P_contra = TypeVar("P_contra", contravariant=True)
@@ -106,27 +102,3 @@ async def publish(medium: Medium[V, P], version: V, parts: Iterable[P]) -> None:
 def push(medium: Medium[V, P], version: V, parts: Iterable[P]) -> None:
     """As `publish`, for a training loop without an event loop."""
     asyncio.run(publish(medium, version, parts))
-
-
-class AdapterFiles:
-    """`load` makes all servers load a version. Its errors are those of `finish`."""
-
-    def __init__(self, load: Callable[[AdapterVersion], Awaitable[None]]) -> None:
-        self._load = load
-        self._version: AdapterVersion | None = None
-
-    async def begin(self, version: AdapterVersion) -> None:
-        self._version = version
-
-    async def send(self, part: AdapterVersion) -> None:
-        """The part names the files; they are on the disk or in the checkpoint store. Raises ValueError for files of
-        another version."""
-        if part != self._version:
-            raise ValueError(f"the files of {part.name} are not those of {self._version}")
-
-    async def finish(self) -> None:
-        assert self._version is not None
-        await self._load(self._version)
-
-    async def abandon(self) -> None:
-        """There is nothing to take back: without `load` no server knows the version."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ssl
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -124,20 +125,20 @@ class Workers:
         ) as client:
             asked = (_ask(client, method, url + path, (bodies or {}).get(url), timeout_s) for url in self.urls)
             outcomes = dict(zip(self.urls, await asyncio.gather(*asked), strict=True))
-        failed = {url: outcome.message for url, outcome in outcomes.items() if isinstance(outcome, _Failure)}
-        answered = {url: outcome for url, outcome in outcomes.items() if not isinstance(outcome, _Failure)}
+        failed = {url: outcome for url, outcome in outcomes.items() if isinstance(outcome, _Failure)}
+        answered = {url: outcome for url, outcome in outcomes.items() if url not in failed}
         if failed:
-            refused = [url for url, outcome in outcomes.items() if isinstance(outcome, _Failure) and outcome.refused]
-            raise WorkersFailed(path, failed, answered, refused)
+            refused = [url for url, failure in failed.items() if failure.refused]
+            raise WorkersFailed(path, {url: one.message for url, one in failed.items()}, answered, refused)
         return answered
 
 
+@dataclass
 class _Failure:
     """`refused`: the server has answered, and not that it, or its vLLM, is away."""
 
-    def __init__(self, message: str, *, refused: bool = False) -> None:
-        self.message = message
-        self.refused = refused
+    message: str
+    refused: bool = False
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -148,3 +148,12 @@ async def sidecar_before(vllm: FakeVllm, **options: Any) -> AsyncIterator[Runnin
             yield sidecar
     finally:
         await vllm.stop()
+
+
+V = TypeVar("V", bound=FakeVllm)
+
+
+@contextlib.asynccontextmanager
+async def sidecar_and(vllm: V, **options: Any) -> AsyncIterator[tuple[RunningSidecar, V]]:
+    async with sidecar_before(vllm, **options) as sidecar:
+        yield sidecar, vllm

@@ -11,7 +11,7 @@ from typing import Literal
 from skyrl.api.request_status.status import RequestStatus, active, counted, duration, paused, paused_by_quota
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor
 from skyrl.base.types.requests import Kind
-from skyrl.storage.db.commands import PendingCommand
+from skyrl.storage.db.models import PendingCommand
 from skyrl.storage.db.runs import Run
 
 _AT_WORK = (WaitsFor.NOTHING, WaitsFor.TURN)

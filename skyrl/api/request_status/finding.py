@@ -9,16 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from skyrl.api.request_status.commands import RunStatus, of_command, of_run
 from skyrl.api.request_status.status import RequestStatus, active, counted, duration, paused, paused_by_quota
+from skyrl.api.served import EngineWatch
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor
 from skyrl.base.types.requests import Kind
 from skyrl.sampling.quotas import Quotas
 from skyrl.sampling.retries import SampleProgress, SampleWait
 from skyrl.sampling.service import SampleService
-from skyrl.storage.db import commands as rows
+from skyrl.storage.db import models as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.runs import Pending, Run
 
@@ -70,19 +70,8 @@ def of_colocated(activity: EngineActivity) -> RequestStatus:
     return active("the engine samples")
 
 
-class EngineView(Protocol):
-    """What an API process knows of the engine of one base model."""
-
-    @property
-    def activity(self) -> EngineActivity: ...
-
-    def training_trouble(self) -> str | None:
-        """Why the engine cannot train now; None if it can."""
-        ...
-
-
 class StatusFinder:
-    """`engine_of` returns the view of the engine that trains the base model of this name."""
+    """`engine_of` returns the watch of the engine that trains the base model of this name."""
 
     def __init__(
         self,
@@ -90,7 +79,7 @@ class StatusFinder:
         sampling: SampleService,
         quotas: Quotas,
         *,
-        engine_of: Callable[[str], EngineView],
+        engine_of: Callable[[str], EngineWatch],
         session_timeout_s: float,
     ) -> None:
         self._database = database
@@ -125,7 +114,7 @@ class StatusFinder:
         return of_run(run, engine.activity, _of_trouble(engine), time.time(), self._session_timeout_s)
 
 
-def _of_trouble(engine: EngineView) -> RequestStatus | None:
+def _of_trouble(engine: EngineWatch) -> RequestStatus | None:
     """What all training commands wait for while the engine cannot train."""
     if (trouble := engine.training_trouble()) is None:
         return None

@@ -93,7 +93,7 @@ def agent_session_routes(services: Services) -> Routes:
         )
         if not await sessions.create(session, bounds.sessions):
             raise RequestError(f"there are {bounds.sessions} open agent sessions; end some of them", status=429)
-        key = services.access.agent_keys.issue(session.id, session.tenant)
+        key = services.tokens.agent_keys.issue(session.id, session.tenant)
         origin = services.config.public_url or str(call.request.base_url)
         created = {"session_id": session.id, "key": key, "base_url": origin.rstrip("/")}
         return reply(created | {"thinking": session.thinking} | habits.description)

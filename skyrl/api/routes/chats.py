@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -49,52 +48,40 @@ async def gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """If the stream fails after its first event, it ends with what `failed` makes of the error. If the client reads too
-    slowly, the stream ends at its deadline (in the event loop's time), and with it all that it holds."""
+    """`events` are framed. If the stream fails after its first event, it ends with what `failed` makes of the error. If
+    the client reads too slowly, the stream ends `deadline_s` after its first event, and with it all that it holds."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        first: bytes,
+        call: Call,
         events: AsyncGenerator[bytes, None],
         failed: Callable[[RequestError], bytes],
         in_flight: InFlight,
-        request_id: str,
-        deadline: float,
+        deadline_s: float,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._first = first
+        self._call = call
         self._events = events
         self._failed = failed
         self._in_flight = in_flight
-        self._request_id = request_id
-        self._deadline = deadline
+        self._deadline_s = deadline_s
+        self._first = b""
 
-    @classmethod
-    async def begin(
-        cls,
-        events: AsyncGenerator[bytes, None],
-        failed: Callable[[RequestError], bytes],
-        in_flight: InFlight,
-        request: Request,
-        request_id: str,
-        deadline_s: float,
-    ) -> EventStream:
-        """Wait for the first of the framed events. After it the stream may last `deadline_s`. Raises what the events
-        raise before it."""
+    async def begin(self) -> EventStream:
+        """Wait for the first event. Raises what the events raise before it."""
 
         async def first() -> bytes:
-            return await anext(events)
+            return await anext(self._events)
 
         try:
-            begun = await in_flight.run(first(), gone(request.receive))
-            deadline = asyncio.get_running_loop().time() + deadline_s
-            return cls(begun, events, failed, in_flight, request_id, deadline)
+            self._first = await self._in_flight.run(first(), gone(self._call.request.receive))
         except BaseException:
-            await events.aclose()
+            await self._events.aclose()
             raise
+        return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -105,19 +92,19 @@ class EventStream(Response):
             except ClientGone:
                 return
             except TimeoutError:  # nothing more can be sent: what was sent before waits to be read
-                logger.warning("a client did not read its stream in time", extra=about_request(self._request_id))
+                logger.warning("a client did not read its stream in time", extra=about_request(self._call.id))
                 return
             except RequestError as error:
                 last = self._failed(error)
             except Exception as error:  # the answer has begun: the log has the error, and the stream its class
-                logger.exception("a stream failed", extra=about_request(self._request_id))
+                logger.exception("a stream failed", extra=about_request(self._call.id))
                 last = self._failed(RequestError(f"internal error: {type(error).__name__}", status=500))
             await send({"type": "http.response.body", "body": last})
         finally:
             await self._events.aclose()
 
     async def _send_events(self, send: Send) -> None:
-        async with asyncio.timeout_at(self._deadline):
+        async with asyncio.timeout(self._deadline_s):
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
             async for framed in self._events:
                 await send({"type": "http.response.body", "body": framed, "more_body": True})
@@ -182,7 +169,7 @@ class Generating:
     async def stream(self, call: Call, events: AsyncGenerator[bytes, None], encoder: AnswerEncoder) -> Response:
         """Framed events as the answer of a call."""
         deadline_s = self._services.config.forwarding_deadline_s
-        return await EventStream.begin(events, encoder.failed, self._in_flight, call.request, call.id, deadline_s)
+        return await EventStream(call, events, encoder.failed, self._in_flight, deadline_s).begin()
 
 
 def release(call: Call) -> None:

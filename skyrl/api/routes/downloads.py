@@ -163,8 +163,7 @@ def timeline_routes(services: Services) -> Routes:
     @routes.get("/sessions/{session_id}/trace_export", scope="any")
     async def trace_export(call: Call, session_id: str) -> Response:
         """Answers with a link. The trace is made when the link is opened."""
-        if await services.sessions.find(session_id, call.tenant) is None:
-            raise NotFound(f"no session {session_id!r}", field="session_id")
+        await services.sessions.named(session_id, call.tenant)
         link = services.urls.sign(call.request, f"/api/v1/downloads/traces/{session_id}", LINK_S)
         return reply({"status": "ready", "url": link.url})
 

@@ -38,10 +38,6 @@ MAX_CLONE = 2**33
 """Far above the number of any copy of a sampling client. The numbers of its samples still fit 64 bits."""
 
 
-def _hold_s() -> float:
-    return HOLD_S * random.uniform(SHORTEST_HOLD, 1.0)
-
-
 async def _try_again(services: Services, waits: LimitedLog, request_id: str, tenant: str) -> Response:
     """The answer for a request without an outcome. The SDK logs the reason when a request waits for long, and so does
     this process, for the operator."""
@@ -80,7 +76,8 @@ def future_routes(services: Services) -> Routes:
     async def retrieve_future(call: Call, body: RetrieveFutureRequest) -> Response:
         tenant = call.tenant
         try:
-            outcome = await services.futures.wait(body.request_id, tenant, _hold_s())
+            hold_s = HOLD_S * random.uniform(SHORTEST_HOLD, 1.0)
+            outcome = await services.futures.wait(body.request_id, tenant, hold_s)
         except KeyError:
             # After a 410 the SDK sends a lost sample again. It cannot send a training command again.
             status = 410 if call.received.get("x-tinker-request-type") == "Sample" else 404

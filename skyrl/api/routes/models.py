@@ -16,7 +16,7 @@ from skyrl.api.services import Services
 from skyrl.base.model_files import TRAIN_MLP_REFUSED
 from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.base.types.weights import LoraSpec
-from skyrl.base.wire.errors import NotFound, RequestError
+from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.paths import model_id_of
 from skyrl.base.wire.requests import CreateModelRequest, LoraConfig, ModelRequest, OptimizerConfig
 from skyrl.storage.db.database import Connection
@@ -122,16 +122,14 @@ def model_routes(services: Services) -> Routes:
         await free_place(model, services)
         add_row = add_model(model, body.model_seq_id, check_new_model(model, services))
         answer = await submit(services, call, Kind.CREATE_MODEL, model, 0, call.body, first=add_row)
-        return with_note(answer, await services.tokenizers.note_trained(session.id, served))
+        return with_note(answer, await services.tokenizers.note(session.id, served, trains=True))
 
     @routes.post("/unload_model", scope="train", body=ModelRequest)
     async def unload_model(call: Call, body: ModelRequest) -> Response:
         """Runs after all commands of the model that the server has by now: the client gives this command no number."""
         tenant = call.tenant
         services.served.check_trains()
-        model = await services.models.find(body.model_id, tenant)
-        if model is None:
-            raise NotFound(f"no model {body.model_id!r}", field="model_id")
+        model = await services.models.named(body.model_id, tenant)
         request_id, _ = await services.futures.record(
             NewRequest(
                 kind=Kind.UNLOAD_MODEL, tenant=tenant, session_id=model.session_id, body=call.body, model_id=model.id
@@ -142,9 +140,7 @@ def model_routes(services: Services) -> Routes:
 
     @routes.post("/get_info", scope="any", body=ModelRequest)
     async def get_info(call: Call, body: ModelRequest) -> Response:
-        model = await services.models.find(body.model_id, call.tenant)
-        if model is None:
-            raise NotFound(f"no model {body.model_id!r}", field="model_id")
+        model = await services.models.named(body.model_id, call.tenant)
         return reply(
             {
                 "type": "get_info",

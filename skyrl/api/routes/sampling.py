@@ -86,7 +86,7 @@ def sampling_routes(services: Services) -> Routes:
                 f"{body.sampling_session_seq_id} was used before for another sampler",
                 field="sampling_session_seq_id",
             )
-        note = await services.tokenizers.note_sampled(session.id, model)
+        note = await services.tokenizers.note(session.id, model, trains=False)
         return with_note(reply({"type": "create_sampling_session", "sampling_session_id": stored.id}), note)
 
     @routes.post("/join_sampling_session", scope="sample", body=JoinSamplingSessionRequest)

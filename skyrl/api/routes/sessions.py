@@ -12,7 +12,7 @@ from skyrl.api.access import user_urn
 from skyrl.api.call import Body, Call, reply, strings
 from skyrl.api.routing import AccessScope, Routes
 from skyrl.api.services import Services
-from skyrl.base.wire.errors import NotFound, RequestError
+from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.requests import (
     FINISH_REASONS,
     AssignProjectRequest,
@@ -64,9 +64,7 @@ def session_routes(services: Services) -> Routes:
 
     @routes.post("/sessions/{session_id}/finish", scope="any", body=Body(FinishSessionRequest, optional=True))
     async def finish(call: Call, body: FinishSessionRequest, session_id: str) -> Response:
-        session = await services.sessions.find(session_id, call.tenant)
-        if session is None:
-            raise NotFound(f"no session {session_id!r}", field="session_id")
+        session = await services.sessions.named(session_id, call.tenant)
         reason = body.reason.type if body.reason is not None else None
         if reason is not None and reason not in FINISH_REASONS:
             raise RequestError(f"must be one of: {', '.join(FINISH_REASONS)}, got {reason!r}", field="reason.type")
@@ -84,9 +82,7 @@ def session_routes(services: Services) -> Routes:
 
     @routes.get("/sessions/{session_id}", scope="any")
     async def get_session(call: Call, session_id: str, access_scope: AccessScope = "owned") -> Response:
-        session = await services.sessions.find(session_id, call.tenant)
-        if session is None:
-            raise NotFound(f"no session {session_id!r}", field="session_id")
+        session = await services.sessions.named(session_id, call.tenant)
         runs, samplers = await services.sessions.contents(session_id)
         return reply(
             {
@@ -103,9 +99,7 @@ def session_routes(services: Services) -> Routes:
         if not body.project_id:
             raise RequestError("must not be empty: a session cannot be taken out of its project", field="project_id")
         check_length("project_id", body.project_id)
-        session = await services.sessions.find(session_id, call.tenant)
-        if session is None:
-            raise NotFound(f"no session {session_id!r}", field="session_id")
+        session = await services.sessions.named(session_id, call.tenant)
         await services.sessions.assign_project(session, body.project_id)
         return reply({})
 

@@ -17,7 +17,7 @@ from skyrl.api.routing import Routes
 from skyrl.api.services import Services
 from skyrl.base.types.requests import PASSES, Kind, NewRequest, new_request_id
 from skyrl.base.wire.decoding import raw_fields
-from skyrl.base.wire.errors import NotFound, RequestError
+from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.requests import OptimStepRequest, SequencedRequest
 from skyrl.base.wire.training import JsonForwardBackward, count_tokens, decode_header
 from skyrl.storage.db.database import Change
@@ -67,9 +67,7 @@ async def submit_sequenced(
 ) -> Response:
     """`submit` for a command that names its model."""
     services.served.check_trains()
-    model = await services.models.find(header.model_id, call.tenant)
-    if model is None:
-        raise NotFound(f"no model {header.model_id!r}", field="model_id")
+    model = await services.models.named(header.model_id, call.tenant)
     return await submit(services, call, kind, model, header.seq_id, body, encoding)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from skyrl.base.config.backend import BackendConfig, dotted_keys, parse_backend_config
+from skyrl.base.config.backend import dotted_keys, parse_backend_config
 from skyrl.base.config.base_models import BaseModelKeys, BaseModelSlot, short_name
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.types.weights import EVERYTHING, Scope
@@ -46,7 +46,8 @@ def _part(config: ServerConfig, entry: BaseModelKeys, number: int, **more: Any) 
     """The configuration of one entry. Its messages begin with the entry's number."""
     where = f"base_models[{number}]"
     try:
-        merged = parse_backend_config(_given(config.backend_config) | dotted_keys(entry.backend_config))
+        of_server = dotted_keys(config.backend_config.model_dump(exclude_unset=True))
+        merged = parse_backend_config(of_server | dotted_keys(entry.backend_config))
         given = {name: value for name, value in config if name in config.model_fields_set and name != "base_models"}
         uses = entry.uses if config.backend != "none" else ("sample",)
         values = given | entry.own | {"backend_config": merged, "uses": uses} | more
@@ -58,11 +59,6 @@ def _part(config: ServerConfig, entry: BaseModelKeys, number: int, **more: Any) 
         raise ConfigError(f"{where}{f'.{key}' if key else ''}: {message}") from error
     except ConfigError as error:
         raise ConfigError(f"{where}.{str(error).replace('backend-config', 'backend_config', 1)}") from error
-
-
-def _given(config: BackendConfig) -> dict[str, Any]:
-    """The values that were given, under dotted keys."""
-    return dotted_keys(config.model_dump(exclude_unset=True))
 
 
 def _check_together(config: ServerConfig, parts: Sequence[ServerConfig]) -> None:
@@ -110,7 +106,7 @@ def _with_roles(parts: Sequence[ServerConfig]) -> tuple[ServerConfig, ...]:
 
 @dataclass(frozen=True)
 class ByName:
-    """The base models of a server by the names that clients use. `of` finds one in constant time."""
+    """The base models of a server, and their numbers by the names that clients use."""
 
     parts: tuple[ServerConfig, ...]
     numbers: dict[str, int]
@@ -124,9 +120,6 @@ class ByName:
                 for name in of_part:
                     numbers.setdefault(name, number)
         return cls(parts, numbers)
-
-    def number(self, name: str) -> int | None:
-        return self.numbers.get(name)
 
     def own(self, name: str) -> Scope:
         """The rows of the base model that has this name; all rows if none has."""

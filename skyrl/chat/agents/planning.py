@@ -189,16 +189,15 @@ class Planner:
         for name, continues in (("continue_final_message", True), ("add_generation_prompt", False)):
             if fields.get(name) is continues:
                 return Prompt(None, "not_extendable", place.forked_at, f"the request has {name}")
-        setting = Setting.of(fields, live.tree.path(place.parent)[0].created_at, self._efforts(target))
+        setting = Setting.of(
+            fields, live.tree.path(place.parent)[0].created_at, self.models[target.number].service.efforts
+        )
         step = _step(live, place.parent, place.new, setting, turn_id)
         done = await self._continuations.continued(target.number, step, live.kept)
         if isinstance(done, Fork):
             return Prompt(None, done.reason, done.message, done.note)
         tokens = np.concatenate([before, np.array(done.ids, np.int32)])
         return Prompt(tokens, place.fork, place.forked_at, done.note)
-
-    def _efforts(self, target: Target) -> Sequence[str]:
-        return self.models[target.number].service.efforts
 
     async def _checked(self, fields: dict[str, Any], target: Target, size: int) -> Generation:
         limits = self.models[target.number].limits()

@@ -84,7 +84,7 @@ class Function(msgspec.Struct):
     arguments: str | None = None
 
 
-class Call(msgspec.Struct):
+class CallPiece(msgspec.Struct):
     """A call of a tool, or a piece of one. Whole answers have no `index`: there the place in the list counts."""
 
     function: Function | None = None
@@ -97,7 +97,7 @@ class AssistantDelta(msgspec.Struct):
 
     reasoning: str | None = None
     content: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[CallPiece] | None = None
 
 
 class Choice(msgspec.Struct):
@@ -208,7 +208,7 @@ class Blocks:
         steps = self._begin(Block(kind, len(self.all)))
         return steps + self._extend(self.all[-1], text)
 
-    def _call(self, call: Call, index: int) -> list[Step]:
+    def _call(self, call: CallPiece, index: int) -> list[Step]:
         steps: list[Step] = []
         function = call.function or Function()
         block = self._calls.get(index)
@@ -240,6 +240,6 @@ class Blocks:
         return [] if block is None else [Step("end", block)]
 
 
-def _id_of(call: Call) -> str:
+def _id_of(call: CallPiece) -> str:
     """Clients name the id in the result of the call, so one is made where the inference server gives none."""
     return call.id or f"call_{os.urandom(12).hex()}"

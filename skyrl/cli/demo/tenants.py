@@ -1,17 +1,25 @@
-"""The demo's control of its tenants' processes: start, order a run, follow its events, stop."""
+"""The demo's tenants. Each is a process, because real tenants share only the server. It lives for several runs, so that
+the measured time of a run includes no imports: a run of two steps goes before the first that is measured.
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import threading
+import multiprocessing
+import os
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from skyrl.cli.demo.rl import Settings
+import tinker
+
+from skyrl.base.tiny.corpus import TASKS
+from skyrl.cli.demo.rl import Settings, Step, train
+
+SPAWN = multiprocessing.get_context("spawn")
 
 
 class TenantFailed(RuntimeError):
@@ -28,11 +36,11 @@ class Run:
     samples: int = 0
     seconds: float | None = None
 
-    def add(self, step: dict[str, Any]) -> None:
-        self.rewards.append(step["reward"])
-        self.sample_s.append(step["sample_s"])
-        self.train_s.append(step["train_s"])
-        self.samples += step["samples"]
+    def add(self, step: Step) -> None:
+        self.rewards.append(step.reward)
+        self.sample_s.append(step.sample_s)
+        self.train_s.append(step.train_s)
+        self.samples += step.samples
 
     def figures(self, window: int) -> dict[str, Any]:
         """The rewards of the first and the last `window` steps, of half the steps of a short run, and their gain."""
@@ -46,63 +54,61 @@ class Run:
 
 
 class Tenant:
-    """One process of `skyrl.cli.demo.tenant`. The terminal's Ctrl-C does not reach it; `stop` ends it."""
+    """The terminal's Ctrl-C does not reach the process; `stop` ends it."""
 
     def __init__(self, name: str, task: str, log_dir: Path) -> None:
         self.name = name
         self._log = log_dir / f"tenant-{name}.log"
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "skyrl.cli.demo.tenant", task, f"tml-demo-{name}"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self._pipe, theirs = SPAWN.Pipe()
+        self._process = SPAWN.Process(target=_live, args=(theirs, task, f"tml-demo-{name}", self._log))
+        self._process.start()
+        theirs.close()
 
     def wait_up(self) -> None:
         """Wait until the process has done its imports."""
         self._next(60)
 
-    def _next(self, timeout_s: float) -> dict[str, Any]:
-        """The next event. A process that reports nothing for so long is killed."""
-        assert self._process.stdout is not None
-        timer = threading.Timer(timeout_s, self._process.kill)
-        timer.start()
-        line = self._process.stdout.readline()
-        timer.cancel()
-        if not line:
-            log = self._log.read_text()[-2000:]
-            raise TenantFailed(f"tenant {self.name} ended, or reported nothing for {timeout_s:.0f} s: {log}")
-        return json.loads(line)
+    def _next(self, timeout_s: float) -> Any:
+        """What the process sends next. A process that sends nothing for so long is killed."""
+        with suppress(EOFError, ConnectionError):
+            if self._pipe.poll(timeout_s):
+                return self._pipe.recv()
+        self.kill()
+        log = self._log.read_text()[-2000:] if self._log.exists() else ""
+        raise TenantFailed(f"tenant {self.name} ended, or reported nothing for {timeout_s:.0f} s: {log}")
 
     def start(self, base_url: str, base_model: str, settings: Settings) -> None:
-        assert self._process.stdin is not None
-        order = {"base_url": base_url, "base_model": base_model, "settings": asdict(settings)}
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
+        self._pipe.send((base_url, base_model, settings))
 
     def follow(self, run: Run, on_step: Callable[[], None]) -> None:
-        """Add the events of the ordered run to `run` until it is done. Raises TenantFailed."""
-        while (event := self._next(180))["event"] != "done":
-            run.add(event)
+        """Add the steps of the ordered run to `run` until it is done. Raises TenantFailed."""
+        while isinstance(sent := self._next(180), Step):
+            run.add(sent)
             on_step()
-        run.seconds = event["seconds"]
+        run.seconds = sent
 
     def kill(self) -> None:
         self._process.kill()
 
     def stop(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=2)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        with self._process:  # waits, and closes the pipes
-            pass
+        self._pipe.close()
+        self._process.join(10)
+        self.kill()
+        self._process.join()
+
+
+def _live(pipe: Connection, task: str, key: str, log: Path) -> None:
+    """The process: for each order a Step after every step, and the run's seconds, until the other end is closed."""
+    os.setsid()
+    with log.open("ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ["TINKER_API_KEY"] = key
+    pipe.send("up")
+    with suppress(EOFError):
+        while True:
+            base_url, base_model, settings = pipe.recv()
+            with tinker.ServiceClient(base_url=base_url) as service:
+                began = time.perf_counter()
+                train(service, base_model, TASKS[task], settings, pipe.send)
+                pipe.send(time.perf_counter() - began)

@@ -91,7 +91,7 @@ class OnlySampled:
         self._tasks = [asyncio.create_task(self._publish()), asyncio.create_task(self._watch(group))]
         if runtime.config.ray is None:
             directory = MetricsDirectory(runtime.metrics_directory)
-            metrics = VllmMetrics.of(runtime, runtime.replica_urls, directory)
+            metrics = VllmMetrics(runtime, runtime.replica_urls, directory)
             self._tasks.append(asyncio.create_task(once("publishing vLLM's metrics", metrics.run)))
         else:
             placed = PlacedReplicas(group, lambda at: _replica(runtime, at))

@@ -117,7 +117,7 @@ def _vllm_metrics(
     for number, parts in enumerate(starts.servers):
 
         async def publish(url: str, number: int = number) -> None:
-            await VllmMetrics.of(runtime, (url,), published, number).run()
+            await VllmMetrics(runtime, (url,), published, number).run()
 
         yield lambda parts=parts, publish=publish: wherever(parts.server, publish)
 

@@ -113,7 +113,6 @@ class StoredAdapterLoads:
             self._note_unused(key)
 
     def _note_unused(self, key: str) -> None:
-        """Delete the files of a key later, unless vLLM may read them."""
         if not self._is_used(key):
             self._unused_at[key] = time.monotonic() + self._grace_s
 
@@ -121,7 +120,6 @@ class StoredAdapterLoads:
         return self._used[key] > 0 or key in self._loaded.values()
 
     def _release_unused(self) -> None:
-        """Begin to delete the files of adapters that were unloaded long enough ago."""
         now = time.monotonic()
         for key in [key for key, at in self._unused_at.items() if at <= now and key not in self._files.releasing]:
             del self._unused_at[key]

@@ -16,6 +16,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,31 +50,31 @@ from skyrl.storage.checkpoint_store.versions import is_full_version
 PATH = "/placed"
 
 
+@dataclass(eq=False)
 class PlacementRoute:
     """An ASGI application around the sidecar. `GET /placed` answers `{"updated": bool}`: whether this vLLM got new
     weights. `POST /placed` says that others got some before it started: it is not healthy until it is updated. Both
     need the admin key."""
 
-    def __init__(self, sidecar: AsgiApp, updates: Updates, key: AdminKey) -> None:
-        self._sidecar = sidecar
-        self._updates = updates
-        self._key = key
+    sidecar: AsgiApp
+    updates: Updates
+    key: AdminKey
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != PATH:
-            await self._sidecar(scope, receive, send)
+            await self.sidecar(scope, receive, send)
             return
         await (await self._reply(scope)).send(send)
 
     async def _reply(self, scope: Scope) -> Reply:
-        if (refusal := self._key.refusal(scope)) is not None:
+        if (refusal := self.key.refusal(scope)) is not None:
             return json_reply(refusal[0], {"error": {"message": refusal[1]}})
         try:
             if scope["method"] == "POST":
-                await self._updates.outdate()
+                await self.updates.outdate()
         except SidecarError as error:
             return json_reply(error.status, {"error": {"message": error.message}})
-        return json_reply(200, {"updated": self._updates.was_updated})
+        return json_reply(200, {"updated": self.updates.was_updated})
 
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ class KeyNeeded:
         self._keys = [AdminKey(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not any(key.is_given(scope) for key in self._keys):
+        if scope["type"] == "http" and not any(key.is_in(scope["headers"]) for key in self._keys):
             message = "Authorization: Bearer <the key> is missing or wrong"
             answer = {"success": False, "message": message, "error": {"message": message}}
             await json_reply(401, answer).send(send)

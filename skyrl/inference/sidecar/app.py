@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry
 from skyrl.http.admin_key import AdminKey
 from skyrl.http.messages import ClientLeft, Receive, Reply, Scope, Send, json_reply
 from skyrl.inference.sidecar.call import Call, error_reply
-from skyrl.inference.sidecar.control import VLLM_UPDATES, Control, Figures, SidecarMetrics, not_offered
-from skyrl.inference.sidecar.errors import Forbidden, SidecarError, Unauthorized
+from skyrl.inference.sidecar.control import INSTEAD, VLLM_UPDATES, Control, Figures, SidecarMetrics
+from skyrl.inference.sidecar.errors import Forbidden, NotOffered, SidecarError, Unauthorized
 from skyrl.inference.sidecar.facts import KnownConfig, KnownFacts, WeightVersion
 from skyrl.inference.sidecar.generation import Generation, generate
 from skyrl.inference.sidecar.in_flight import InFlight, Pause
@@ -114,7 +114,7 @@ class Sidecar:
 
     async def _route(self, call: Call) -> None:
         if call.path in VLLM_UPDATES:
-            raise not_offered(call.path)
+            raise NotOffered(f"{call.path}: vLLM's own weight transfer is not offered here: {INSTEAD}")
         if needs_admin(call.path, self._open_paths) and (refusal := self._admin_key.refusal(call.scope)) is not None:
             raise Unauthorized(refusal[1]) if refusal[0] == 401 else Forbidden(refusal[1])
         if call.path == "/generate" and call.method in ("POST", "PUT"):

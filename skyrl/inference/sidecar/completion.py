@@ -207,22 +207,26 @@ def finish_reason(collected: Collected, *, aborted: bool, scoring: bool) -> dict
     return {"type": "stop", "matched": matched}
 
 
-def basics(
+def meta_info(
     name: str,
     finish: dict[str, Any] | None,
-    prompt_tokens: int,
+    prompt: list[int],
     collected: Collected,
     version: str | None,
     started: float,
     *,
+    logprobs: Logprobs | None,
+    texts: Texts = None,
+    experts_start: int | None,
     scoring: bool = False,
 ) -> dict[str, Any]:
-    """What every sample tells. `version`: of the weights, if vLLM tells it; `started`: when the request came, on the
-    clock of `time.monotonic`."""
+    """What is told of a sample. `version`: of the weights, if vLLM tells it; `started`: when the request came, on the
+    clock of `time.monotonic`; `logprobs` and `experts_start`: None if they are not wanted. Raises NotOffered,
+    VllmBroke."""
     meta: dict[str, Any] = {
         "id": name,
         "finish_reason": finish,
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": len(prompt),
         "completion_tokens": 0 if scoring else len(collected.tokens),
     }
     if collected.cached_tokens is not None:
@@ -234,6 +238,10 @@ def basics(
     meta["e2e_latency"] = time.monotonic() - started
     if finish is not None:
         meta["response_sent_to_client_ts"] = time.time()
+    if logprobs is not None:
+        meta |= logprob_lists(logprobs, collected, prompt, texts, scoring=scoring)
+    if experts_start is not None and finish is not None:
+        meta |= _routed_experts(collected, len(prompt), experts_start, scoring=scoring)
     return meta
 
 
@@ -278,21 +286,20 @@ def _named(row: list[tuple[float, int]], ids: tuple[int, ...], texts: Texts) -> 
     return [triple(values.get(token), token, texts) for token in ids]
 
 
-def routed_experts(
-    encoded: str | None, prompt: int, sampled: int, start: int, *, scoring: bool = False, aborted: bool = False
-) -> dict[str, Any]:
-    """The fields of `meta_info` for a prompt and a sample of so many tokens, without the first `start` rows; nothing if
-    no token has been computed. `scoring`: without the rows of the sample. Raises NotOffered if vLLM does not record the
-    experts, VllmBroke if they do not fit the tokens."""
-    if encoded is None:
+def _routed_experts(collected: Collected, prompt: int, start: int, *, scoring: bool) -> dict[str, Any]:
+    """The experts of a prompt and its sample, without the first `start` rows; nothing if no token has been computed.
+    `scoring`: without the rows of the sample. Raises NotOffered if vLLM does not record the experts, VllmBroke if they
+    do not fit the tokens."""
+    sampled = len(collected.tokens)
+    if collected.routed_experts is None:
         if sampled:
             raise NotOffered("return_routed_experts: vLLM was started without --enable-return-routed-experts")
         return {}
     rows = prompt + sampled - 1 - start
     try:
-        experts = to_int32(encoded, rows, rows - sampled if scoring else rows)
+        experts = to_int32(collected.routed_experts, rows, rows - sampled if scoring else rows)
     except VllmBroke:
-        if not aborted:
+        if collected.finish != "abort":
             raise
         return {}  # an aborted request is always answered: a client would sample it again after an error
     return {"routed_experts": experts, "routed_experts_start_len": start}

@@ -44,16 +44,6 @@ INSTEAD = (
 )
 
 
-def not_offered(path: str) -> NotOffered:
-    """For a path of `VLLM_UPDATES`."""
-    return NotOffered(f"{path}: vLLM's own weight transfer is not offered here: {INSTEAD}")
-
-
-def config_refusal() -> NotOffered:
-    """For vLLM's form of `/server_info`, which trainers ask before a weight transfer."""
-    return NotOffered(f"config_format: vLLM's configuration is not shown here. For its weight transfer: {INSTEAD}")
-
-
 FLUSHED = b"Cache flushed.\n"
 BUSY = "Flush cache failed: requests are running or waiting."
 
@@ -185,7 +175,9 @@ class Control:
         """What this server knows. SGLang's other arguments have no meaning for vLLM. Raises NotOffered for vLLM's form
         of the answer."""
         if "config_format" in parse_qs(call.query.decode("latin-1"), keep_blank_values=True):
-            raise config_refusal()
+            raise NotOffered(
+                f"config_format: vLLM's configuration is not shown here. For its weight transfer: {INSTEAD}"
+            )
         facts = await self.facts.get()
         return {
             "model_path": facts.root,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from skyrl.http.messages import Send, encoded, json_reply
 from skyrl.inference.sidecar.call import EVENTS, Call, error_body
-from skyrl.inference.sidecar.completion import Collected, basics, finish_reason, logprob_lists, routed_experts
+from skyrl.inference.sidecar.completion import Collected, finish_reason, meta_info
 from skyrl.inference.sidecar.errors import SidecarError, VllmAway, VllmBroke
 from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion
 from skyrl.inference.sidecar.generate_request import GenerateRequest, Prompt, read_generate
@@ -61,41 +62,62 @@ class TokenTexts:
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Generation:
-    def __init__(
-        self, vllm: Vllm, facts: KnownFacts, version: WeightVersion, in_flight: InFlight, pictures: Pictures
-    ) -> None:
-        self._vllm = vllm
-        self._facts = facts
-        self._version = version
-        self._in_flight = in_flight
-        self._pictures = pictures
-        self._texts = TokenTexts(vllm)
+    vllm: Vllm
+    facts: KnownFacts
+    version: WeightVersion
+    in_flight: InFlight
+    pictures: Pictures
+
+    def __post_init__(self) -> None:
+        self._texts = TokenTexts(self.vllm)
+
+    @asynccontextmanager
+    async def _admitted(self, request: GenerateRequest) -> AsyncIterator[list[Job]]:
+        """The request's samples, in flight during the body: all n of the first prompt, then those of the next. Raises
+        SidecarError."""
+        samples = [
+            Sample(prompt.rid, name, bool(prompt.pictures))
+            for prompt in request.prompts
+            for name in prompt.sample_ids()
+        ]
+        self.in_flight.admit(samples)
+        try:
+            facts, jobs, rest = await self.facts.get(), [], iter(samples)
+            prompts = await all_of(self._prompt(prompt, facts.root) for prompt in request.prompts)
+            for prompt, (tokens, pictures) in zip(request.prompts, prompts, strict=True):
+                wanted = new_tokens(prompt, len(tokens), facts.context)
+                for child in range(prompt.sampling.n):
+                    jobs.append(Job(request, prompt, tokens, child, wanted, next(rest), facts, pictures))
+            yield jobs
+        except (VllmAway, VllmBroke):
+            self.facts.forget()
+            self._texts.forget()
+            raise
+        finally:
+            for sample in samples:
+                self.in_flight.end(sample)
 
     async def whole(self, request: GenerateRequest) -> Any:
         """The answer: an object, or a list of objects, one for each sample. Raises SidecarError."""
         started = time.monotonic()
-        samples = self._admit(request)
-        try:
-            jobs = await self._jobs(request, samples)
-            answers = await all_of(self._sampled(job, started) for job in jobs)
-        except (VllmAway, VllmBroke):
-            self._forget()
-            raise
-        finally:
-            for sample in samples:
-                self._in_flight.end(sample)
+
+        async def sampled(job: Job) -> dict[str, Any]:
+            collected = Collected()
+            await self._collect(job, collected, lambda: None)
+            return await self._answer(job, collected, await self.version.at_end(collected.versions), started)
+
+        async with self._admitted(request) as jobs:
+            answers = await all_of(map(sampled, jobs))
         return answers[0] if request.single else answers
 
     async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Any]:
         """The chunks of the stream. Each has all that its sample has so far. What is sampled while the reader is busy
         comes in one chunk. Raises SidecarError."""
         started = time.monotonic()
-        samples = self._admit(request)
-        tasks: list[asyncio.Task[None]] = []
-        try:
-            jobs = await self._jobs(request, samples)
-            version = await self._version.get()
+        async with self._admitted(request) as jobs:
+            version = await self.version.get()
             collecteds = [Collected() for _ in jobs]
             changed, news, ended = asyncio.Event(), set[int](), set[int]()
 
@@ -105,106 +127,74 @@ class Generation:
 
             async def sample(index: int) -> None:
                 try:
-                    await collect(jobs[index], self._vllm, self._in_flight, collecteds[index], lambda: tell(index))
+                    await self._collect(jobs[index], collecteds[index], lambda: tell(index))
                 finally:
-                    self._in_flight.end(jobs[index].sample)
                     ended.add(index)
                     tell(index)
 
-            tasks += [asyncio.create_task(sample(index)) for index in range(len(jobs))]
+            tasks = [asyncio.create_task(sample(index)) for index in range(len(jobs))]
             unsent = len(jobs)
-            while unsent:
-                await changed.wait()
-                changed.clear()
-                for index in sorted(news):
-                    news.discard(index)
-                    is_last = index in ended
-                    if is_last:
-                        await tasks[index]
-                        version = await self._version.at_end(collecteds[index].versions)
-                        unsent -= 1
-                    elif collecteds[index].finish is not None:
-                        continue  # the usage is still to come
-                    chunk = await self._answer(jobs[index], collecteds[index], version, started)
-                    yield chunk if request.single else chunk | {"index": index}
-        except (VllmAway, VllmBroke):
-            self._forget()
-            raise
-        finally:
-            for task in tasks:
-                task.cancel()
-            if tasks:
+            try:
+                while unsent:
+                    await changed.wait()
+                    changed.clear()
+                    for index in sorted(news):
+                        news.discard(index)
+                        if index in ended:
+                            await tasks[index]
+                            version = await self.version.at_end(collecteds[index].versions)
+                            unsent -= 1
+                        elif collecteds[index].finish is not None:
+                            continue  # the usage is still to come
+                        chunk = await self._answer(jobs[index], collecteds[index], version, started)
+                        yield chunk if request.single else chunk | {"index": index}
+            finally:
+                for task in tasks:
+                    task.cancel()
                 await asyncio.wait(tasks)
-            for one in samples:
-                self._in_flight.end(one)
 
-    def _admit(self, request: GenerateRequest) -> list[Sample]:
-        samples = [
-            Sample(prompt.rid, name, bool(prompt.pictures))
-            for prompt in request.prompts
-            for name in prompt.sample_ids()
-        ]
-        self._in_flight.admit(samples)
-        return samples
-
-    def _forget(self) -> None:
-        self._facts.forget()
-        self._texts.forget()
-
-    async def _jobs(self, request: GenerateRequest, samples: list[Sample]) -> list[Job]:
-        """All n samples of the first prompt, then those of the next. Raises SidecarError."""
-        facts = await self._facts.get()
-        prompts = await all_of(self._prompt(prompt, facts.root) for prompt in request.prompts)
-        jobs, rest = [], iter(samples)
-        for prompt, (tokens, pictures) in zip(request.prompts, prompts, strict=True):
-            wanted = new_tokens(prompt, len(tokens), facts.context)
-            for child in range(prompt.sampling.n):
-                jobs.append(Job(request, prompt, tokens, child, wanted, next(rest), facts, pictures))
-        return jobs
+    async def _collect(self, job: Job, collected: Collected, changed: Callable[[], None]) -> None:
+        try:
+            await collect(job, self.vllm, self.in_flight, collected, changed)
+        finally:
+            self.in_flight.end(job.sample)
 
     async def _prompt(self, prompt: Prompt, model: str) -> tuple[list[int], PlacedPictures | None]:
         """The tokens that the model computes, and the prompt with its pictures; None if it has none."""
         tokens = await self._tokens(prompt)
-        return await self._pictures.place(prompt.pictures, tokens, model) if prompt.pictures else (tokens, None)
+        return await self.pictures.place(prompt.pictures, tokens, model) if prompt.pictures else (tokens, None)
 
     async def _tokens(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens. vLLM adds the tokenizer's special tokens to a text, as SGLang does."""
         if not isinstance(prompt.tokens, str):
             return prompt.tokens
         body = {"prompt": prompt.tokens, "add_special_tokens": True}
-        answer = await self._vllm.call("POST", "/tokenize", body)
+        answer = await self.vllm.call("POST", "/tokenize", body)
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
         if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
             raise VllmBroke("vLLM's /tokenize answered no tokens")
         return tokens
 
-    async def _sampled(self, job: Job, started: float) -> dict[str, Any]:
-        collected = Collected()
-        try:
-            await collect(job, self._vllm, self._in_flight, collected, lambda: None)
-        finally:
-            self._in_flight.end(job.sample)
-        return await self._answer(job, collected, await self._version.at_end(collected.versions), started)
-
     async def _answer(self, job: Job, collected: Collected, version: str | None, started: float) -> dict[str, Any]:
         finish = finish_reason(collected, aborted=job.sample.aborted.is_set(), scoring=job.scoring)
-        output = [] if job.scoring else [*collected.tokens]
-        meta = basics(job.sample.id, finish, len(job.tokens), collected, version, started, scoring=job.scoring)
-        wanted = job.prompt.logprobs
-        if wanted is not None:
-            texts = await self._texts.of(_named(job, collected)) if job.request.text_in_logprobs else None
-            meta |= logprob_lists(wanted, collected, job.tokens, texts, scoring=job.scoring)
-        if job.request.routed_experts_start is not None and finish is not None:
-            meta |= routed_experts(
-                collected.routed_experts,
-                len(job.tokens),
-                len(collected.tokens),
-                job.request.routed_experts_start,
-                scoring=job.scoring,
-                aborted=collected.finish == "abort",
-            )
+        texts = None
+        if job.prompt.logprobs is not None and job.request.text_in_logprobs:
+            texts = await self._texts.of(_named(job, collected))
+        meta = meta_info(
+            job.sample.id,
+            finish,
+            job.tokens,
+            collected,
+            version,
+            started,
+            logprobs=job.prompt.logprobs,
+            texts=texts,
+            experts_start=job.request.routed_experts_start,
+            scoring=job.scoring,
+        )
         if job.request.return_prompt_tokens:
             meta["prompt_token_ids"] = job.tokens
+        output = [] if job.scoring else [*collected.tokens]
         return {"text": "" if job.scoring else collected.text, "output_ids": output, "meta_info": meta}
 
 

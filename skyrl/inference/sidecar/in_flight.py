@@ -174,11 +174,8 @@ class InFlight:
             if not sample.aborted.is_set():
                 sample.aborted.set()
                 if sample.sent:
-                    self._end_in_vllm(sample)
-
-    def _end_in_vllm(self, sample: Sample) -> None:
-        self._aborting[sample] = asyncio.get_running_loop().time() + self._abort_s
-        self._wake.set()
+                    self._aborting[sample] = asyncio.get_running_loop().time() + self._abort_s
+                    self._wake.set()
 
     async def run(self) -> None:
         """Abort samples in vLLM, again and again until they have ended. Runs until it is cancelled."""

@@ -269,7 +269,8 @@ class _Served:
         made.meta_info = self._flag("return_meta_info")
         made.prompt_ids = self._flag("return_prompt_token_ids")
         self._set_grammar()
-        self._set_adapter()
+        if adapter := self._given.get("lora_path"):  # SGLang's clients name the base model in `model`
+            self._fields["model"] = msgspec.Raw(msgspec.json.encode(string("lora_path", adapter)))
         if self._flag("no_stop_trim"):
             self._set("include_stop_str_in_output", True, "no_stop_trim")
         if salt := self._given.get("extra_key"):
@@ -308,11 +309,6 @@ class _Served:
         if given[0] != "json_schema" or not isinstance(value, dict):
             value = string(given[0], value)
         self._set("structured_outputs", {_GRAMMARS[given[0]]: value}, given[0])
-
-    def _set_adapter(self) -> None:
-        """The adapter's name stands in `model` for vLLM; SGLang's clients name the base model there."""
-        if adapter := self._given.get("lora_path"):
-            self._fields["model"] = msgspec.Raw(msgspec.json.encode(string("lora_path", adapter)))
 
     def _routed_experts_start(self, meta_info: bool) -> int | None:
         start = integer("routed_experts_start_len", self._given.get("routed_experts_start_len", 0), 0)

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import AsyncIterable
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from skyrl.http.connection import HeaderList, Interrupted
 from skyrl.http.forward import RequestHead, pass_back, passed_on
 from skyrl.http.messages import Body, Reply, encoded
 from skyrl.inference.sidecar.call import Call
-from skyrl.inference.sidecar.completion import Collected, basics, finish_reason, logprob_lists, routed_experts
+from skyrl.inference.sidecar.completion import Collected, finish_reason, meta_info
 from skyrl.inference.sidecar.errors import BadRequest, VllmBroke, VllmInterrupted
 from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion
 from skyrl.inference.sidecar.generate_request import Logprobs
@@ -34,14 +35,14 @@ TOOL_CALLS = "tool_calls"
 _THEIR_NAMES = (b"`kv_transfer_params['prompt_token_ids']`", b"kv_transfer_params.prompt_token_ids")
 
 
+@dataclass(eq=False)
 class OpenaiAnswers:
-    def __init__(self, facts: KnownFacts, version: WeightVersion) -> None:
-        self._facts = facts
-        self._version = version
+    facts: KnownFacts
+    version: WeightVersion
 
     async def check_length(self, request: OpenaiRequest) -> None:
         """Raises BadRequest, with SGLang's words, for a prompt of ids that leaves no room; other SidecarErrors."""
-        if request.given_tokens and request.given_tokens >= (context := (await self._facts.get()).context):
+        if request.given_tokens and request.given_tokens >= (context := (await self.facts.get()).context):
             raise BadRequest(
                 f"The input ({request.given_tokens} tokens) is longer than the model's context length ({context} "
                 "tokens)."
@@ -85,19 +86,10 @@ class OpenaiAnswers:
         finish = finish_reason(collected, aborted=False, scoring=False)
         if choice.get("finish_reason") == TOOL_CALLS:
             finish = {"type": TOOL_CALLS, "matched": None}
-        version = await self._version.at_end(collected.versions)
-        meta = basics(name, finish, len(prompt), collected, version, started)
-        if request.logprobs:
-            meta |= logprob_lists(Logprobs(), collected, prompt, None, scoring=False)
-        if request.routed_experts_start is not None:
-            meta |= routed_experts(
-                collected.routed_experts,
-                len(prompt),
-                len(collected.tokens),
-                request.routed_experts_start,
-                aborted=collected.finish == "abort",
-            )
-        return meta
+        version = await self.version.at_end(collected.versions)
+        logprobs = Logprobs() if request.logprobs else None
+        start = request.routed_experts_start
+        return meta_info(name, finish, prompt, collected, version, started, logprobs=logprobs, experts_start=start)
 
 
 async def checked(chunks: AsyncIterable[bytes], tokens: list[int]) -> bytes:
@@ -117,13 +109,6 @@ async def checked(chunks: AsyncIterable[bytes], tokens: list[int]) -> bytes:
         if len(begun) > MAX_FIRST_EVENT:
             raise VllmBroke(f"vLLM's stream has no event in its first {MAX_FIRST_EVENT} bytes")
     return begun
-
-
-def in_our_words(error: bytes) -> bytes:
-    """An error of vLLM with the name of the field that the client has sent."""
-    for name in _THEIR_NAMES:
-        error = error.replace(name, b"input_ids")
-    return error
 
 
 def _decoded(body: bytes) -> dict[str, Any]:
@@ -216,7 +201,10 @@ async def _answer(
     if request is not None and not request.is_plain:
         if response.status != 200 or not request.stream:
             whole = await vllm.read(response)
-            whole = in_our_words(whole) if response.status != 200 else await answers.whole(request, whole, started)
+            if response.status == 200:
+                whole = await answers.whole(request, whole, started)
+            for name in _THEIR_NAMES if response.status != 200 else ():
+                whole = whole.replace(name, b"input_ids")  # the field that the client has sent
             kept = [header for header in headers if header[0] != b"content-length"]
             await Reply(response.status, kept, whole).send(call.send)
             return

@@ -40,8 +40,8 @@ class Updates:
         self._version = version
         self._pause = pause
         self._lock = asyncio.Lock()
-        self._unfinished: str | None = None
-        """What an update by buckets still lacks."""
+        self.unfinished: str | None = None
+        """What an update that has begun still lacks; None if there is none."""
         self._staged_from: Arguments | None = None
         """The request whose checkpoint vLLM has read and not applied."""
         self.weights_away = False
@@ -56,11 +56,6 @@ class Updates:
     def trouble(self) -> str | None:
         """Why nobody may sample from this vLLM; None if the weights are whole."""
         return self._trouble.reason
-
-    @property
-    def unfinished(self) -> str | None:
-        """What an update that has begun still lacks; None if there is none."""
-        return self._unfinished
 
     @property
     def was_updated(self) -> bool:
@@ -118,7 +113,7 @@ class Updates:
 
     def _forget_staged(self) -> None:
         """Whatever begins now replaces what vLLM has staged."""
-        self._unfinished, self._staged_from = None, None
+        self.unfinished, self._staged_from = None, None
 
     async def join(self, group: Arguments) -> Ranks:
         """Form a group with the trainer and the other workers. Raises SidecarError."""
@@ -184,7 +179,7 @@ class Updates:
         if change.stage_only:
             return await self._state(more, received, seconds, applied=False)
         if lacks and not change.partial:
-            self._unfinished = f"{lacks} tensors of the update are missing, such as {', '.join(received[0]['some'])}"
+            self.unfinished = f"{lacks} tensors of the update are missing, such as {', '.join(received[0]['some'])}"
             return await self._state(more, received, seconds, applied=False)
         return await self._apply(change, seconds)
 

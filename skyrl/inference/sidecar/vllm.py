@@ -94,11 +94,9 @@ class Vllm:
                 status, answer = await self._exchange(method, path, body)
         except TimeoutError:
             raise VllmAway(f"vLLM did not answer {path} within {timeout_s:g} s") from None
-        if status == 404 and _is_unknown_route(answer):
+        if status == 404 and b'"detail"' in answer and b"Not Found" in answer:
             raise NotOffered(f"{NO_DEV_MODE}: it has no {path}")
-        if status != 200:
-            raise _failure(status, *_message(answer), has_key=self.has_key)
-        return answer
+        return self._whole(status, answer)
 
     async def health(self) -> Health:
         """vLLM's own answer. Raises SidecarError."""
@@ -113,15 +111,14 @@ class Vllm:
     async def complete(self, body: dict[str, Any], request_id: str, path: str = COMPLETIONS) -> Any:
         """The whole answer of a route that samples; waits as long as vLLM samples. Cancelling closes the connection,
         and vLLM then ends the sample. Raises SidecarError."""
-        return self._decoded(*await self._exchange("POST", path, body, request_id))
+        return _json(self._whole(*await self._exchange("POST", path, body, request_id)))
 
     async def stream(self, body: dict[str, Any], request_id: str, path: str = COMPLETIONS) -> AsyncIterator[Any]:
         """The chunks of a stream, until `[DONE]`. Raises SidecarError."""
         with closing(await self._send("POST", path, body, request_id)) as response:
             try:
                 if response.status != 200:
-                    self._decoded(response.status, await self.read(response))
-                    raise VllmBroke(f"vLLM answered a stream with the status {response.status}")
+                    self._whole(response.status, await self.read(response))
                 async for line in _lines(response):
                     if not line.startswith(b"data:"):
                         continue
@@ -160,10 +157,11 @@ class Vllm:
             raise VllmBroke(f"vLLM's answer has more than {most} bytes")
         return body
 
-    def _decoded(self, status: int, answer: bytes) -> Any:
-        if status == 200:
-            return _json(answer)
-        raise _failure(status, *_message(answer), has_key=self.has_key)
+    def _whole(self, status: int, answer: bytes) -> bytes:
+        """The answer, if it is none of a failure."""
+        if status != 200:
+            raise _failure(status, *_message(answer), has_key=self.has_key)
+        return answer
 
 
 def _failure(status: int, message: str, param: str | None, *, has_key: bool) -> SidecarError:
@@ -192,10 +190,6 @@ def _message(answer: bytes) -> tuple[str, str | None]:
     if param is None and (found := _PLACE.search(message)):  # vLLM's checks of types name the place in the body
         param = found[1]
     return message, param.removeprefix("body.") if isinstance(param, str) else None
-
-
-def _is_unknown_route(answer: bytes) -> bool:
-    return b'"detail"' in answer and b"Not Found" in answer
 
 
 def _json(data: bytes) -> Any:

@@ -240,7 +240,6 @@ def _set_rows_at_a_time(worker: Any, logits_of: Logits, hidden_states: torch.Ten
 
 
 def _asked_of(worker: Any) -> dict[str, _Asked]:
-    """The requests for prompt logprobs that this worker has, by their id."""
     return worker.__dict__.setdefault("skyrl_asked", {})
 
 

@@ -218,7 +218,6 @@ class BareJsonToolParser(Hermes2ProToolParser):
         return DeltaMessage(content=content or None, tool_calls=events)
 
     def _new(self, number: int, call: _Call) -> list[DeltaToolCall]:
-        """The events for what is new of a call."""
         events = []
         if number == len(self._told):
             self._told.append(0)

@@ -61,7 +61,6 @@ def allow_any_temperature() -> None:
     original = SamplingParams._verify_args
 
     def verify(params: SamplingParams) -> None:
-        """Run vLLM's own checks with a temperature that they allow."""
         temperature = params.temperature
         if not VLLM_MAX < temperature < float("inf"):
             return original(params)

@@ -14,8 +14,10 @@ tokens nor bounds."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from skyrl.router.radix.trajectory import Cut, Node, Sample, Tokens, Trajectory
 
@@ -189,14 +191,13 @@ REMEMBERED_VERSIONS = 4096
 """Collected versions whose names are kept, so that a late sample of one of them is not taken for a new version."""
 
 
-class Prompt:
+class Prompt(NamedTuple):
     """The tokens of a text that goes to a worker, and the stored trajectory that they continue."""
 
-    def __init__(self, text: str, cut: Cut | None, tokens: Tokens, reused: int) -> None:
-        self.text = text
-        self.cut = cut
-        self.tokens = tokens
-        self.reused = reused
+    text: str
+    cut: Cut | None
+    tokens: Tokens
+    reused: int
 
 
 class RadixCache:
@@ -216,7 +217,6 @@ class RadixCache:
         self._versions: OrderedDict[str, dict[Trajectory, None]] = OrderedDict()
         self._collected_versions: OrderedDict[str, None] = OrderedDict()
         self._size = 0
-        self._stored = 0
         self.lookups = self.hits = self.hit_tokens = self.total_tokens = self.evictions = self.collected = 0
 
     @property
@@ -229,7 +229,7 @@ class RadixCache:
     def prompt(self, text: str) -> Prompt:
         """The tokens to send for `text`. Counts as a lookup."""
         prompt = self.complete(text, self.find(text))
-        self.count(prompt)
+        self.count(prompt.reused, len(prompt.tokens), hit=prompt.cut is not None)
         return prompt
 
     def find(self, text: str) -> Cut | None:
@@ -239,7 +239,8 @@ class RadixCache:
             return None
         trajectory, position = best
         self._touch(trajectory)
-        return Cut(trajectory, trajectory.count_at(position), position)
+        count = trajectory.counts[bisect_left(trajectory.positions, position)]
+        return Cut(trajectory, count, position)
 
     def complete(self, text: str, cut: Cut | None) -> Prompt:
         """The tokens for `text` behind the cut that `find` gave. Slow for a long text. Any thread may call it: it
@@ -249,10 +250,8 @@ class RadixCache:
         tokens.add_tokenised(self._encode(rest) if rest else [])
         return Prompt(text, cut, tokens, reused)
 
-    def count(self, prompt: Prompt) -> None:
-        self._count_lookup(prompt.reused, len(prompt.tokens), hit=prompt.cut is not None)
-
-    def _count_lookup(self, reused: int, tokens: int, *, hit: bool) -> None:
+    def count(self, reused: int, tokens: int, *, hit: bool) -> None:
+        """Count a lookup that gave so many tokens, `reused` of them stored ones."""
         self.lookups += 1
         self.hits += hit
         self.hit_tokens += reused
@@ -269,7 +268,7 @@ class RadixCache:
         final = self._tree.final(text)
         if final is not None:
             self._touch(final)
-            self._count_lookup(final.count, final.count, hit=True)
+            self.count(final.count, final.count, hit=True)
         return final
 
     def store(self, prompt: Prompt, sample: Sample, version: str | None) -> bool:
@@ -282,8 +281,7 @@ class RadixCache:
             parent.trajectory.children += 1
         else:
             parent = None  # evicted while the worker sampled: the new trajectory owns a copy
-        self._stored += 1
-        trajectory = Trajectory(parent, before, len(prompt.text), sample, version, self._stored)
+        trajectory = Trajectory(parent, before, len(prompt.text), sample, version)
         text = prompt.text + sample.text
         self._tree.add(text + sample.tail, len(text), trajectory)
         self._size += trajectory.size

@@ -117,7 +117,7 @@ class RadixTreeMiddleware(RouterMiddleware):
         else:
             cut = self.cache.find(text)
             prompt, body = await self._threads.run(len(content), self._retrieved_prompt, text, cut)
-            self.cache.count(prompt)
+            self.cache.count(prompt.reused, len(prompt.tokens), hit=prompt.cut is not None)
         return Response(200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))], body)
 
     def _retrieved_prompt(self, text: str, cut: Cut | None) -> tuple[Prompt, bytes]:
@@ -159,14 +159,14 @@ class RadixTreeMiddleware(RouterMiddleware):
         text = body.pop("text")
         cut = self.cache.find(text)
         prompt, changed = await self._threads.run(len(content), self._with_tokens, body, text, cut)
-        self.cache.count(prompt)
+        self.cache.count(prompt.reused, len(prompt.tokens), hit=prompt.cut is not None)
         request.set_body(changed)
         return prompt
 
     def _with_tokens(self, body: dict[str, Any], text: str, cut: Cut | None) -> tuple[Prompt, bytes]:
         prompt = self.cache.complete(text, cut)
         fields = {name: value for name, value in body.items() if name != "input_ids"} | {"return_logprob": True}
-        return prompt, with_arrays(fields, {"input_ids": prompt.tokens.id_array})
+        return prompt, with_arrays(fields, {"input_ids": prompt.tokens.ids})
 
     async def _store(self, prompt: Prompt, answer: Any, size: int) -> None:
         if is_aborted(answer):
@@ -216,7 +216,7 @@ def _text_of(content: bytes) -> str | None:
 
 def _retrieved(text: str, tokens: Tokens) -> bytes:
     fields = {"response": text, "token_length": len(tokens), "loss_mask_length": len(tokens)}
-    arrays = {"tokens": tokens.id_array, "loss_mask": tokens.mask_bytes, "rollout_logp": tokens.logprob_array}
+    arrays = {"tokens": tokens.ids, "loss_mask": tokens.mask, "rollout_logp": tokens.logprobs}
     return with_arrays(fields, arrays)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,44 +25,27 @@ class Tokens:
     """Token ids, logprobs (0.0 for tokenised text), loss masks (1 sampled, 0 tokenised), in parallel. Kept as arrays:
     a text of megabytes has a million tokens, and lists of them are slow to copy."""
 
-    id_array: array[int]
-    logprob_array: array[float]
-    mask_bytes: bytearray
+    ids: array[int]
+    logprobs: array[float]
+    mask: bytearray
 
     def __init__(self, ids: Sequence[int] = (), logprobs: Sequence[float] = (), mask: Sequence[int] = ()) -> None:
-        self.id_array = array("q", ids)
-        self.logprob_array = array("d", logprobs)
-        self.mask_bytes = bytearray(mask)
+        self.ids = array("q", ids)
+        self.logprobs = array("d", logprobs)
+        self.mask = bytearray(mask)
 
     def __len__(self) -> int:
-        return len(self.id_array)
-
-    @property
-    def ids(self) -> list[int]:
-        return self.id_array.tolist()
-
-    @property
-    def logprobs(self) -> list[float]:
-        return self.logprob_array.tolist()
-
-    @property
-    def mask(self) -> list[int]:
-        return list(self.mask_bytes)
+        return len(self.ids)
 
     def after(self, count: int) -> Tokens:
         """Those behind the first `count`."""
-        return Tokens(self.id_array[count:], self.logprob_array[count:], self.mask_bytes[count:])
+        return Tokens(self.ids[count:], self.logprobs[count:], self.mask[count:])
 
     def add_tokenised(self, ids: Sequence[int]) -> None:
         for start in range(0, len(ids), _PIECE):  # other threads may run between two pieces
-            self.id_array.extend(ids[start : start + _PIECE])
-        self.logprob_array.frombytes(bytes(8 * len(ids)))
-        self.mask_bytes += bytes(len(ids))
-
-    def add_sampled(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        self.id_array.extend(ids)
-        self.logprob_array.extend(logprobs)
-        self.mask_bytes += b"\1" * len(ids)
+            self.ids.extend(ids[start : start + _PIECE])
+        self.logprobs.frombytes(bytes(8 * len(ids)))
+        self.mask += bytes(len(ids))
 
 
 @dataclass(frozen=True)
@@ -94,19 +76,16 @@ class Trajectory:
     """A stored sample. It owns the tokens after `parent`, which is a cut of the trajectory that it continues. Its own
     tokens are tokenised text (or a copy of what it continues, when that is gone) and then one sampled span."""
 
-    def __init__(
-        self, parent: Cut | None, before: Tokens, start: int, sample: Sample, version: str | None, number: int
-    ):
+    def __init__(self, parent: Cut | None, before: Tokens, start: int, sample: Sample, version: str | None) -> None:
         self.parent = parent
         self.version = version
-        self.number = number
         self.children = 0
         self.alive = True
         self.retired = False
         self.start = start  # the character at which the sampled span begins
-        self.ids = before.id_array + array("q", sample.ids)
-        self.logprobs = before.logprob_array + array("d", sample.logprobs)
-        self.mask = bytes(before.mask_bytes) + b"\1" * len(sample.ids)
+        self.ids = before.ids + array("q", sample.ids)
+        self.logprobs = before.logprobs + array("d", sample.logprobs)
+        self.mask = bytes(before.mask) + b"\1" * len(sample.ids)
         self.positions = array("q", [start + characters for characters, _ in sample.cuts])
         self.counts = array("q", [len(before) + tokens for _, tokens in sample.cuts])
         self.end: Node | None = None  # the last node of its path, which ends where text + tail end
@@ -122,9 +101,6 @@ class Trajectory:
             cut = cut.trajectory.parent
         return count
 
-    def count_at(self, position: int) -> int:
-        return self.counts[bisect_left(self.positions, position)]
-
     def tokens(self, count: int | None = None) -> Tokens:
         """The tokens of the whole trajectory, or up to `count` own ones. Any thread may ask: they never change."""
         parts: list[tuple[Trajectory, int]] = []
@@ -136,9 +112,9 @@ class Trajectory:
             trajectory, end = trajectory.parent.trajectory, trajectory.parent.count
         tokens = Tokens()
         for trajectory, end in reversed(parts):
-            tokens.id_array += trajectory.ids[:end]
-            tokens.logprob_array += trajectory.logprobs[:end]
-            tokens.mask_bytes += trajectory.mask[:end]
+            tokens.ids += trajectory.ids[:end]
+            tokens.logprobs += trajectory.logprobs[:end]
+            tokens.mask += trajectory.mask[:end]
         return tokens
 
 
@@ -194,7 +170,7 @@ def read_sample(answer: Any, tokenizer: Tokenizer) -> tuple[Sample, str | None]:
         version = str(version)
     if not isinstance(text, str) or not (version is None or isinstance(version, str)):
         raise Unverified("text or weight_version")
-    if not isinstance(ids, list) or not all(_is_id(token) for token in ids):
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
         raise Unverified("output_ids")
     if meta.get("completion_tokens", len(ids)) != len(ids):
         raise Unverified("completion_tokens")  # a part of a sample: a stream of differences
@@ -211,10 +187,6 @@ def _finish(answer: Any) -> dict[str, Any]:
     if not isinstance(finish, dict):
         return {}
     return finish | {"type": "stop"} if finish.get("type") == STOP_TOKEN else finish
-
-
-def _is_id(token: object) -> bool:
-    return type(token) is int and 0 <= token < 2**31
 
 
 def _logprobs(entries: Any, ids: Sequence[int]) -> list[float]:

@@ -182,7 +182,6 @@ class SupervisedProcess:
         return f"ended with {code}"
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Raises OSError when the child could not be started."""
         self.starts += 1
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab", buffering=0) as log:

@@ -17,7 +17,7 @@ import zstandard
 from numpy.typing import NDArray
 from sqlalchemy import Connection, Select, and_, bindparam, case, delete, func, insert, or_, select, update
 
-from skyrl.base.types.agents import AgentLimits, AgentSession, AgentTurn, EndReason, ForkReason, VersionSpan
+from skyrl.base.types.agents import AgentLimits, AgentSession, AgentTurn, EndReason, VersionSpan
 from skyrl.base.types.weights import WeightsRef
 from skyrl.storage.db.database import MAX_NAMED, Database, in_groups
 from skyrl.storage.db.faults import ConstraintError
@@ -69,6 +69,12 @@ class _Content(msgspec.Struct, array_like=True):
     own_logprobs: bool = True
 
 
+_OWN = ("id", "session_id", "parent", "key", "attempt", "ended_at", "fork")
+_JSON = ("messages", "setting")
+_ALIKE = (*_JSON, "answer", "finish_reason", "stop_reason", "usage", "dialect", "created_at", "forked_at") + (
+    "routed_experts", "template_note", "own_logprobs",
+)  # fmt: skip
+"""The fields of a turn that a row has in a column as they are, and those that the content has as they are."""
 T = TypeVar("T")
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_Content).decode
 
@@ -125,36 +131,18 @@ class AgentTurns:
 def _row(turn: AgentTurn) -> dict[str, Any]:
     content = _packed(
         _Content(
-            messages=turn.messages,
-            setting=turn.setting,
+            **{name: getattr(turn, name) for name in _ALIKE},
             added=turn.added.astype("<i4").tobytes(),
             sampled=turn.sampled.astype("<i4").tobytes(),
             logprobs=turn.logprobs.astype("<f4").tobytes(),
             versions=[(span.first, span.version) for span in turn.versions],
-            answer=turn.answer,
-            finish_reason=turn.finish_reason,
-            stop_reason=turn.stop_reason,
-            usage=turn.usage,
-            dialect=turn.dialect,
-            created_at=turn.created_at,
-            forked_at=turn.forked_at,
-            routed_experts=turn.routed_experts,
-            template_note=turn.template_note,
             constrained=None if turn.constrained is None else np.packbits(turn.constrained).tobytes(),
-            own_logprobs=turn.own_logprobs,
         )
     )
     long = len(content) > COMPRESSED_BYTES
-    return {
-        "id": turn.id,
-        "session_id": turn.session_id,
-        "parent": turn.parent,
-        "key": turn.key,
-        "attempt": turn.attempt,
-        "ended_at": turn.ended_at,
+    return {name: getattr(turn, name) for name in _OWN} | {
         "added": len(turn.added),
         "sampled": len(turn.sampled),
-        "fork": turn.fork,
         "content": _ZSTD + zstandard.ZstdCompressor(level=1).compress(content) if long else _PLAIN + content,
     }
 
@@ -171,32 +159,14 @@ def _turn(row: Any) -> AgentTurn:
     stored: bytes = row.content
     packed = stored[1:] if stored[:1] == _PLAIN else zstandard.ZstdDecompressor().decompress(stored[1:])
     content = _decode(packed)
-    fork: ForkReason | None = row.fork
     return AgentTurn(
-        id=row.id,
-        session_id=row.session_id,
-        parent=row.parent,
-        key=row.key,
-        attempt=row.attempt,
-        messages=_given(content.messages),
-        setting=_given(content.setting),
+        **{name: getattr(row, name) for name in _OWN},
+        **{name: _given(getattr(content, name)) if name in _JSON else getattr(content, name) for name in _ALIKE},
         added=np.frombuffer(content.added, "<i4"),
         sampled=np.frombuffer(content.sampled, "<i4"),
         logprobs=np.frombuffer(content.logprobs, "<f4"),
         versions=tuple(VersionSpan(first, version) for first, version in content.versions),
-        answer=content.answer,
-        finish_reason=content.finish_reason,
-        stop_reason=content.stop_reason,
-        usage=content.usage,
-        dialect=content.dialect,
-        created_at=content.created_at,
-        ended_at=row.ended_at,
-        fork=fork,
-        forked_at=content.forked_at,
-        routed_experts=content.routed_experts,
-        template_note=content.template_note,
         constrained=None if content.constrained is None else _bits(content.constrained, len(content.sampled) // 4),
-        own_logprobs=content.own_logprobs,
     )
 
 
@@ -375,19 +345,6 @@ def _values(session: AgentSession) -> dict[str, Any]:
 
 
 def _session(row: Any) -> AgentSession:
-    return AgentSession(
-        id=row.id,
-        tenant=row.tenant,
-        name=row.name,
-        model=row.model,
-        base_model=row.base_model,
-        weights=row.weights,
-        follows=row.follows,
-        limits=AgentLimits(**row.limits),
-        created_at=row.created_at,
-        used_at=row.used_at,
-        ended_at=row.ended_at,
-        end_reason=row.end_reason,
-        reward=row.reward,
-        **row.options,
-    )
+    values = dict(row._mapping) | {"limits": AgentLimits(**row.limits)} | row.options
+    del values["options"]
+    return AgentSession(**values)

@@ -15,7 +15,7 @@ from sqlalchemy import ColumnElement, Connection, Executable, Select, and_, dele
 from skyrl.base.types.weights import EVERYTHING, AdapterVersion, LoraSpec, Scope, WeightsRef
 from skyrl.base.wire.paths import KINDS, CheckpointKind, TinkerPath
 from skyrl.storage.db import audit, usage
-from skyrl.storage.db.columns import lora_of, lora_values
+from skyrl.storage.db.columns import lora_of, lora_values, record_of
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import Model, find_model, model_values, models
 from skyrl.storage.db.scopes import in_scope
@@ -68,19 +68,7 @@ class Checkpoint:
 
 def checkpoint_of(row: Any) -> Checkpoint:
     """From a row of the table."""
-    return Checkpoint(
-        path=TinkerPath(row.model_id, row.kind, row.name),
-        tenant=row.tenant,
-        store_key=row.store_key,
-        weights=row.weights,
-        base_model=row.base_model,
-        lora=lora_of(row),
-        size_bytes=row.size_bytes,
-        public=row.public,
-        user_metadata=row.user_metadata,
-        created_at=row.created_at,
-        expires_at=row.expires_at,
-    )
+    return record_of(Checkpoint, row, path=TinkerPath(row.model_id, row.kind, row.name), lora=lora_of(row))
 
 
 @dataclass(frozen=True)

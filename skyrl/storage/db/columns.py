@@ -1,8 +1,10 @@
-"""Types of columns: numbers of rows, references to weights as text, and the shape of a LoRA adapter as six columns."""
+"""Types of columns: numbers of rows, references to weights as text, and the shape of a LoRA adapter as six columns; and
+records of rows."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar, cast
 
 from sqlalchemy import BigInteger, Dialect, Integer, Text
 from sqlalchemy.types import TypeDecorator
@@ -24,6 +26,15 @@ class WeightsText(TypeDecorator[WeightsRef]):
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> WeightsRef | None:
         return None if value is None else parse_weights(value)
+
+
+T = TypeVar("T")
+
+
+def record_of(kind: type[T], row: Any, **more: Any) -> T:
+    """The dataclass `kind` of a row: each field is the column of its name, but for those in `more`."""
+    own = [field.name for field in fields(cast(Any, kind)) if field.name not in more]
+    return kind(**{name: getattr(row, name) for name in own}, **more)
 
 
 def lora_of(row: Any) -> LoraSpec:

@@ -12,6 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, insert, select, update
 
+from skyrl.storage.db.columns import record_of
 from skyrl.storage.db.tables import EngineStateRow
 
 state = EngineStateRow.__table__  # type: ignore[attr-defined]
@@ -46,19 +47,7 @@ def read_state(connection: Connection, keys: Sequence[str] = (ONLY,)) -> EngineS
     """The state under the first of `keys` that has a row. If none has, the state of an engine that has not started."""
     rows = {row.base_model: row for row in connection.execute(select(state).where(state.c.base_model.in_(keys)))}
     row = next((rows[key] for key in keys if key in rows), None)
-    if row is None:
-        return EngineState()
-    return EngineState(
-        row.inference_proxy_url,
-        row.generation,
-        row.training_ready,
-        row.reason,
-        row.vocab_size,
-        row.max_context,
-        row.heartbeat_at,
-        row.state_dir,
-        row.activity,
-    )
+    return EngineState() if row is None else record_of(EngineState, row)
 
 
 def _put(connection: Connection, key: str, **values: Any) -> None:

@@ -2,7 +2,7 @@
 
 To settle a request is to store its outcome. The first outcome of a request stays. A request ends later than all stored
 ends, so that readers can continue from an end: a poll reads the samples of its client in the order of their ends.
-`skyrl.storage.db.commands` has the statements by which the engine reads its commands from the same table.
+`skyrl.storage.db.models` has the statements by which the engine reads its commands from the same table.
 """
 
 from __future__ import annotations

@@ -148,7 +148,6 @@ def _ended_uses(now: float) -> Any:
 
 
 def _delete_unused(connection: Connection, used_before: float, most: int) -> int:
-    """Delete pictures without a use, the least recently used first."""
     used = exists().where(uses.c.tenant == pictures.c.tenant, uses.c.digest == pictures.c.digest)
     unused = select(pictures.c.tenant, pictures.c.digest).where(pictures.c.last_used_at < used_before, ~used)
     rows = connection.execute(unused.order_by(pictures.c.last_used_at).limit(most)).all()

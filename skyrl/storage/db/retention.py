@@ -140,7 +140,6 @@ class Retention:
             await asyncio.sleep(PAUSE_S)
 
     async def _give_back(self) -> bool:
-        """Give back free pages. Returns whether there were any."""
         shrunk = False
         while (spare := await self._database.read_async(spare_pages)) > 0:
             step = min(spare, VACUUM_PAGES)

@@ -15,6 +15,7 @@ from sqlalchemy import Connection, String, func, null, select, type_coerce
 from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import BaseWeights, WeightsRef
 from skyrl.storage.db.adapter_versions import OPEN
+from skyrl.storage.db.columns import record_of
 from skyrl.storage.db.models import LIVING, models
 from skyrl.storage.db.run_steps import Step, last_steps
 from skyrl.storage.db.samplers import samplers
@@ -135,21 +136,7 @@ def _runs(connection: Connection, rows: Sequence[Any], tenant: str) -> list[Run]
     last = last_steps(connection, [row.id for row in rows])
     in_flight = _samples_by_model(connection, tenant)
     return [
-        Run(
-            id=row.id,
-            session_id=row.session_id,
-            name=_name(row),
-            base_model=row.base_model,
-            lora_rank=row.lora_rank,
-            status=row.status,
-            steps=row.steps,
-            created_at=row.created_at,
-            last_request_at=row.last_request_at,
-            session_status=row.session_status,
-            heartbeat_at=row.heartbeat_at,
-            last=last.get(row.id),
-            samples_in_flight=in_flight.get(row.id, 0),
-        )
+        record_of(Run, row, name=_name(row), last=last.get(row.id), samples_in_flight=in_flight.get(row.id, 0))
         for row in rows
     ]
 
@@ -188,16 +175,8 @@ def open_samplers(connection: Connection, tenant: str, limit: int) -> list[Sampl
     groups: dict[tuple[str | None, str], SamplerGroup] = {}
     for row in sorted(connection.execute(query), key=lambda row: row.place):
         key = (_model_of(row.weights), row.base_model)
-        sampler = OpenSampler(
-            row.id,
-            row.session_id,
-            row.base_model,
-            row.model_path,
-            None if isinstance(row.weights, BaseWeights) else str(row.weights).partition(":")[2],
-            row.created_at,
-            row.last_used_at,
-            in_flight.get(row.id, 0),
-        )
+        weights = None if isinstance(row.weights, BaseWeights) else row.weights.name
+        sampler = record_of(OpenSampler, row, weights=weights, in_flight=in_flight.get(row.id, 0))
         if key not in groups:
             groups[key] = SamplerGroup(*key, row.open, by_weights.get(key, 0), row.newest_at, row.group_used_at, [])
         groups[key].newest.append(sampler)
@@ -205,7 +184,6 @@ def open_samplers(connection: Connection, tenant: str, limit: int) -> list[Sampl
 
 
 def _samples(connection: Connection, tenant: str) -> dict[str, int]:
-    """The tenant's samples in flight, by sampling session."""
     query = (
         select(_futures.c.sampling_session_id, func.count())
         .where(_pending(tenant), _futures.c.sampling_session_id.is_not(None))
@@ -225,7 +203,6 @@ def _samples_by_weights(connection: Connection, by_sampler: Mapping[str, int]) -
 
 
 def _samples_by_model(connection: Connection, tenant: str) -> dict[str, int]:
-    """The tenant's samples in flight, by the model whose weights they come from."""
     counts: dict[str, int] = {}
     for (model, _), number in _samples_by_weights(connection, _samples(connection, tenant)).items():
         if model is not None:

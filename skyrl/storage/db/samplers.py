@@ -12,6 +12,7 @@ from skyrl.base.types.weights import EVERYTHING, BaseWeights, FullWeights, Scope
 from skyrl.storage.db import adapter_versions, audit, full_weights
 from skyrl.storage.db.adapter_versions import SamplerDropped, samplers
 from skyrl.storage.db.checkpoints import Checkpoint
+from skyrl.storage.db.columns import record_of
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.full_weights import WeightsReplaced, replaced_sentence
 from skyrl.storage.db.row_caches import SessionCache
@@ -60,14 +61,7 @@ def find_sampler(connection: Connection, sampling_session_id: str, scope_of: Sco
             now = full_weights.current(connection, scope_of(row.base_model))
             raise WeightsReplaced(replaced_sentence(row.weights, now), field="sampling_session_id")
         raise SamplerDropped(sampling_session_id)
-    return Sampler(
-        id=row.id,
-        session_id=row.session_id,
-        tenant=row.tenant,
-        base_model=row.base_model,
-        model_path=row.model_path,
-        weights=row.weights,
-    )
+    return record_of(Sampler, row)
 
 
 def add_sampler(connection: Connection, sampler: Sampler, seq_id: int, size_bytes: int | None = None) -> bool:

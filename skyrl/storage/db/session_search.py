@@ -13,6 +13,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, false, func, or_, select
 
+from skyrl.storage.db.columns import record_of
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.sessions import in_project, sessions
 from skyrl.storage.db.tables import CheckpointRow, ModelRow
@@ -136,20 +137,9 @@ def _with_checkpoints(connection: Connection, rows: list[Any]) -> list[FoundSess
         .group_by(_models.c.session_id)
     )
     held = {row.session_id: (row.n, int(row.size)) for row in connection.execute(counts)}
-    return [_found(row, *held.get(row.id, (0, 0))) for row in rows]
-
-
-def _found(row: Any, checkpoints: int, checkpoint_bytes: int) -> FoundSession:
-    return FoundSession(
-        row.id,
-        row.tenant,
-        row.status,
-        _microseconds(row),
-        row.finish_reason,
-        row.finish_detail,
-        row.project_id,
-        row.display_name,
-        row.user_metadata,
-        checkpoints,
-        checkpoint_bytes,
-    )
+    found: list[FoundSession] = []
+    for row in rows:
+        number, size = held.get(row.id, (0, 0))
+        more = {"created_us": _microseconds(row), "checkpoints": number, "checkpoint_bytes": size}
+        found.append(record_of(FoundSession, row, **more))
+    return found

@@ -14,6 +14,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, bindparam, insert, literal_column, select, update
 
 from skyrl.base.types.requests import new_session_id
+from skyrl.base.wire.errors import NotFound
 from skyrl.storage.db import audit
 from skyrl.storage.db.database import Database, in_groups
 from skyrl.storage.db.row_caches import BatchedRows
@@ -211,6 +212,12 @@ class Sessions:
                 self._known[session_id] = session
         return session if session.tenant == tenant else None
 
+    async def named(self, session_id: str, tenant: str) -> Session:
+        """As `find`. Raises NotFound."""
+        if (session := await self.find(session_id, tenant)) is None:
+            raise NotFound(f"no session {session_id!r}", field="session_id")
+        return session
+
     async def beat(self, session: Session) -> None:
         await self._writer.execute(_BEAT, {"session": session.id, "now": time.time()})
 
@@ -281,7 +288,6 @@ class Sessions:
         return Look([(session, heartbeat_at) for session, heartbeat_at in found if session is not None], ended)
 
     async def _ended_of(self, session_ids: list[str]) -> list[str]:
-        """Those of these sessions that are not active."""
         ended: list[str] = []
         for some in in_groups(session_ids):
             query = select(sessions.c.id).where(sessions.c.id.in_(some), sessions.c.status != "active")

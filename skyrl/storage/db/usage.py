@@ -233,10 +233,6 @@ class StoredCheckpoints:
     size_bytes: int
 
 
-def _used(row: Any) -> UsedAmount:
-    return UsedAmount(row.bucket, row.session_id, row.base_model, row.kind, row.amount)
-
-
 class Usage:
     """Reads a tenant's usage."""
 
@@ -261,7 +257,7 @@ class Usage:
         with_usage = select(*columns).where(sessions.c.id.in_(select(usage.c.session_id).where(*wanted)))
 
         def read(connection: Connection) -> tuple[list[UsedAmount], dict[str, UsingSession]]:
-            amounts = [_used(row) for row in connection.execute(query)]
+            amounts = [UsedAmount(*row) for row in connection.execute(query)]
             by_id = {row.id: UsingSession(row.project_id, row.user_metadata) for row in connection.execute(with_usage)}
             return amounts, by_id
 

@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from skyrl.base.config.server import ConfigError
 from skyrl.trainer.adamw import CHUNK
-from skyrl.trainer.attention import recurrent
-from skyrl.trainer.experts.routing import CORRECTION, Routing, mixture_of, routers_of
+from skyrl.trainer.experts.routing import CORRECTION
 from skyrl.trainer.files.tensor_files import Shapes
 from skyrl.trainer.full.parameters import FullParameters
 from skyrl.trainer.lora.files import STATE_JSON
-from skyrl.trainer.lora.linear import ActiveSegments
 from skyrl.trainer.model.logprobs import OutputLayer
 from skyrl.trainer.model.packed_model import PackedModel
 from skyrl.trainer.protocol import InvalidRequest
@@ -36,31 +33,14 @@ class PlainModel(PackedModel):
     Raises ValueError for a mixture of experts of an unknown kind (`routers_of`), and for decoder layers in another
     place than `layers`."""
 
-    def __init__(self, model: Any) -> None:
-        nn.Module.__init__(self)
+    def _wrap(self, model: Any, *, mlp_of_mixtures: bool) -> None:
         if not hasattr(model.get_decoder(), "layers"):
             raise ValueError("its decoder has no list of `layers`; its architecture is not supported")
-        self.active = ActiveSegments()
-        self.linears = {}
-        self.experts = {}
-        routers = routers_of(model)
-        self.routing = Routing(routers)
-        self.mixture = mixture_of(routers)
-        self.model = model
-        self.reach = recurrent.install(self.decoder_layers)
 
     @property
     def lm_head(self) -> OutputLayer:
         head = self.model.get_output_embeddings()
         return OutputLayer(lambda rows, segment: head(rows), head, self.transform)
-
-
-def plain(path: str, model: Any) -> PlainModel:
-    """Raises ConfigError for a mixture of experts of an unknown kind, and for a decoder without `layers`."""
-    try:
-        return PlainModel(model)
-    except ValueError as error:
-        raise ConfigError(f"base_model: {path} ({type(model).__name__}): {error}") from error
 
 
 def check_all_trained(path: str, model: Any) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from skyrl.trainer.adamw import Buffers
+from skyrl.trainer.lora.adapter import Buffers
 from skyrl.trainer.lora.files import OPTIMIZER_PARTS
 
 

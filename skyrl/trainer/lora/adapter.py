@@ -9,15 +9,53 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from skyrl.base.model_files import TRAIN_MLP_REFUSED, TrainMlpOfMixtures
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer.adamw import Buffers
+from skyrl.trainer.protocol import InvalidRequest, Mixture
 from skyrl.trainer.shares import EVERY_EXPERT, ExpertShare
+
+
+class Buffers(ABC):
+    """What is trained, an adapter, the parameters of a whole model, or one rank's part of either: weights with their
+    gradient, moments and step count. Gradient and moments are flat, in the weights' order. `shapes`: of the weights, by
+    name."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.gradient: Tensor | None = None
+        self.exp_avg: Tensor | None = None
+        self.exp_avg_sq: Tensor | None = None
+        self.step = 0
+
+    @property
+    def numel(self) -> int:
+        """How many weights there are."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    @abstractmethod
+    def chunks(self, size: int) -> Iterator[tuple[Tensor, slice]]:
+        """All weights, in flat parts of at most `size` elements, each with its place in a flat buffer."""
+
+    def zeros(self) -> Tensor:
+        """A new flat buffer."""
+        return torch.zeros(self.numel, device=self.device)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Named tensors that share memory with a flat buffer."""
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        return {
+            name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), flat.split(sizes), strict=True)
+        }
+
 
 LoraPair = tuple[Tensor, Tensor]
 """lora_A [rank, in_features] and lora_B [out_features, rank]; of experts, both with [experts, ...] before."""
@@ -111,17 +149,16 @@ class Adapter(Buffers):
             views = {name: view.detach().requires_grad_() for name, view in views.items()}
         return {t.name: (views[f"{t.name}.lora_A"], views[f"{t.name}.lora_B"]) for t in self.targets}
 
-    def replace(
-        self,
-        weights: Tensor,
-        exp_avg: Tensor | None,
-        exp_avg_sq: Tensor | None,
-        gradient: Tensor | None,
-        step: int,
-    ) -> None:
-        """Replace all buffers (flat, float32) by new ones, in one statement that allocates nothing."""
-        new = weights, exp_avg, exp_avg_sq, gradient, step
-        self.weights, self.exp_avg, self.exp_avg_sq, self.gradient, self.step = new
+    @property
+    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """All buffers: weights, both moments, gradient."""
+        return self.weights, self.exp_avg, self.exp_avg_sq, self.gradient
+
+    def replace(self, parts: Sequence[Tensor | None], step: int) -> None:
+        """Replace all `parts` (flat, float32) by new ones, in one statement that allocates nothing."""
+        weights, *others = parts
+        assert weights is not None
+        self.weights, self.exp_avg, self.exp_avg_sq, self.gradient, self.step = weights, *others, step
 
 
 _BEFORE_LAYER = re.compile(r"^.*\blayers\.\d+\.")
@@ -153,3 +190,27 @@ def random_adapter(
             view = views[f"{target.name}.lora_B"]
             view.copy_(torch.randn(view.shape, generator=generator) * size)
     return adapter
+
+
+def check_spec(
+    spec: LoraSpec, max_rank: int, mixture: Mixture | None, train_mlp_of_mixtures: TrainMlpOfMixtures
+) -> None:
+    """Raise InvalidRequest for an adapter that this backend cannot train."""
+    if spec.rank == 0:
+        raise InvalidRequest(
+            "lora_config.rank: 0 asks for full fine-tuning, which needs a server started with trainer.full_finetuning; "
+            f"give 1 to {max_rank}"
+        )
+    if not 1 <= spec.rank <= max_rank:
+        raise InvalidRequest(f"lora_config.rank: must be 1 to {max_rank}, got {spec.rank}")
+    if not (math.isfinite(spec.alpha) and spec.alpha > 0):
+        raise InvalidRequest(f"lora_config.alpha: must be a finite number above 0, got {spec.alpha}")
+    if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
+        raise InvalidRequest("lora_config: at least one of train_attn, train_mlp and train_unembed must be true")
+    if mixture is not None and spec.train_mlp and train_mlp_of_mixtures == "refuse":
+        raise InvalidRequest(f"lora_config.train_mlp: {TRAIN_MLP_REFUSED}")
+    if mixture is not None and train_mlp_of_mixtures != "train" and not (spec.train_attn or spec.train_unembed):
+        raise InvalidRequest(
+            "lora_config: train_attn or train_unembed must be true, because the experts of the base model are not "
+            "trained"
+        )

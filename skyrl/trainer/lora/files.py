@@ -91,8 +91,7 @@ def load_state(adapter: Adapter, directory: Path, trainable: Sequence[Target], *
     packed = adapter.pack(weights)
     loaded = {part: adapter.pack(_part(stored, part)) for part in parts} if optimizer else {}
     step = int(description["step"]) if optimizer else 0
-    exp_avg, exp_avg_sq, gradient = (loaded.get(part) for part in OPTIMIZER_PARTS)
-    adapter.replace(packed, exp_avg, exp_avg_sq, gradient, step)
+    adapter.replace([packed, *(loaded.get(part) for part in OPTIMIZER_PARTS)], step)
     return adapter
 
 

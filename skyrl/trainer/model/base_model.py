@@ -213,11 +213,3 @@ def check_config(path: str, config: Any) -> None:
             raise ConfigError(
                 f"base_model: {path} has {kind['rope_type']} position embeddings, which depend on the batch"
             )
-
-
-def wrap(path: str, model: Any, *, mlp_of_mixtures: bool = False) -> PackedModel:
-    """Raises ConfigError for a model with layers that adapters cannot train."""
-    try:
-        return PackedModel(model, mlp_of_mixtures=mlp_of_mixtures)
-    except ValueError as error:
-        raise ConfigError(f"base_model: {path} ({type(model).__name__}): {error}") from error

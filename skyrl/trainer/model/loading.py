@@ -85,12 +85,11 @@ def load_model(
     path: str,
     dtype: torch.dtype,
     *,
-    model_class: Any = None,
     safetensors_only: bool = False,
     keep_quantized: bool = False,
 ) -> Any:
-    """transformers' model in main memory, with weights of `dtype` (some layers ask for float32). `model_class`: the
-    class of transformers; None for the causal language model of config.json.
+    """transformers' language model of config.json in main memory, with weights of `dtype` (some layers ask for
+    float32).
 
     Weights that are quantized in the files are computed as they are read; nothing of the model or its configuration
     says that they were. With `keep_quantized` they become `QuantizedWeight`s instead. Takes the memory of the model,
@@ -101,7 +100,7 @@ def load_model(
     described = read_config(path)
     if keep_quantized:
         check_quantized(path, described)
-    chosen = class_of(path, described.config) if model_class is None else model_class
+    chosen = class_of(path, described.config)
     files = weight_files(path)
     if not files:
         return _load_pickled(path, described, chosen, dtype, safetensors_only=safetensors_only)

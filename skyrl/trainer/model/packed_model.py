@@ -198,15 +198,18 @@ class PackedModel(nn.Module):
         self.routing = Routing(routers)
         self.mixture = mixture_of(routers)
         self.experts: dict[str, MultiLoraExperts] = {}
+        self.linears: dict[str, MultiLoraLinear] = {}
+        self._wrap(model, mlp_of_mixtures=mlp_of_mixtures)
+        self.model = model
+        self.reach = recurrent.install(self.decoder_layers)
+
+    def _wrap(self, model: Any, *, mlp_of_mixtures: bool) -> None:
         try:
             self.experts = wrap_experts(model, self.active)
         except ValueError:
             if mlp_of_mixtures:
                 raise
-        mlp = self.mixture is None or bool(self.experts)
-        self.linears: dict[str, MultiLoraLinear] = wrap_linears(model, self.active, mlp=mlp)
-        self.model = model
-        self.reach = recurrent.install(self.decoder_layers)
+        self.linears = wrap_linears(model, self.active, mlp=self.mixture is None or bool(self.experts))
 
     @property
     def targets(self) -> list[Target]:

@@ -17,10 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skyrl.trainer.checks import loss_config, text_entries
 from skyrl.trainer.device import failure_of, read_back, uploaded
 from skyrl.trainer.lora.linear import LoraSegment
-from skyrl.trainer.losses import LossFunction, LossInputs, LossValue, Tally
+from skyrl.trainer.losses import LossFunction, LossInputs, LossValue, Tally, loss_config, text_entries
 from skyrl.trainer.model.logprobs import Targets
 from skyrl.trainer.passes.pass_run import (
     MicroBatchItem,

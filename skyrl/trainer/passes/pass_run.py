@@ -118,7 +118,7 @@ class PassRun(ABC):
     def data(self) -> Sequence[Datum]:
         """The sequences, which indices count."""
 
-    @property
+    @cached_property
     @abstractmethod
     def trained(self) -> Sequence[bool]:
         """Of each sequence whether the loss may have a gradient there. All are, of passes without a backward."""

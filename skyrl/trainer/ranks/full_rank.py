@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from skyrl.trainer.adamw import changing
 from skyrl.trainer.collectives import SameFailureEverywhere, on_all_or_none, total_norm
 from skyrl.trainer.files.model_files import FileTensor
-from skyrl.trainer.full.full_model import PlainModel, are_finite, check_all_trained, plain
+from skyrl.trainer.full.full_model import PlainModel, are_finite
 from skyrl.trainer.full.parameters import FullParameters, GradientSink
 from skyrl.trainer.lora.files import OPTIMIZER_PARTS
 from skyrl.trainer.lora.linear import LoraSegment
@@ -52,11 +52,6 @@ class StateFacts:
     parts: tuple[str, ...]
 
 
-def _wrap(path: str, model: Any) -> PlainModel:
-    check_all_trained(path, model)
-    return plain(path, model)
-
-
 class FullRank(RankBase):
     """One rank that trains all parameters of one model. Ranks with others compute with the rows that they train. On a
     rank alone each model that begins has its weights in new memory, so that a save of the model before can go on: on a
@@ -76,7 +71,7 @@ class FullRank(RankBase):
 
     def load(self) -> FullFacts:
         """Load this rank's rows of the base model. Raises SameFailureEverywhere with a ConfigError."""
-        sharded = self._load_model(ModelForm(_wrap, trained=True))
+        sharded = self._load_model(ModelForm(PlainModel, trained=True))
         model: Any = sharded.base.packed.model
         self._named: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._gradients = GradientSink(self._named.items(), local_of)

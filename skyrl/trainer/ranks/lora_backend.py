@@ -23,12 +23,13 @@ from torch import Tensor
 from skyrl.base.config.server import ServerConfig, takes_pictures
 from skyrl.base.model_files import TrainMlpOfMixtures
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer import checks
+from skyrl.trainer import losses
+from skyrl.trainer.adamw import check_adam
 from skyrl.trainer.collectives import SameFailureEverywhere
 from skyrl.trainer.device import HOST, command_on, failure_of
 from skyrl.trainer.experts.routing import with_frozen_experts
 from skyrl.trainer.lora import files
-from skyrl.trainer.lora.adapter import Adapter, Target, kinds_of, random_adapter
+from skyrl.trainer.lora.adapter import Adapter, Target, check_spec, kinds_of, random_adapter
 from skyrl.trainer.losses import Loss, Tally, served_losses
 from skyrl.trainer.model.packed_model import trained_targets
 from skyrl.trainer.model.row_budget import BudgetSettings
@@ -41,7 +42,7 @@ from skyrl.trainer.protocol import (
     PassResult,
     TrainingPass,
 )
-from skyrl.trainer.ranks.lora_rank import AdapterBuffers, AdapterFacts, LoraRank
+from skyrl.trainer.ranks.lora_rank import AdapterArrays, AdapterFacts, LoraRank
 from skyrl.trainer.ranks.plan import Plan, make_plan, plan_alone
 from skyrl.trainer.ranks.rank import BaseFacts, RankBase, RankSettings
 from skyrl.trainer.rows.routed_experts import with_sorted_experts
@@ -177,7 +178,7 @@ class BackendOverRanks(ABC):
 
     def check(self, training_pass: TrainingPass) -> None:
         self._require(training_pass.model_id)
-        checks.check_pass(training_pass, self._limits, self._losses)
+        losses.check_pass(training_pass, self._limits, self._losses)
 
     def run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
         """One outcome per pass, in order; gradients are added in the order of `passes`.
@@ -203,7 +204,7 @@ class BackendOverRanks(ABC):
         return [outcomes[index] for index in range(len(passes))]
 
     def check_step(self, params: AdamParams) -> None:
-        checks.check_adam(params)
+        check_adam(params)
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         """See `adamw_step` for metrics and errors. Raises InvalidRequest for hyper-parameters out of range."""
@@ -232,30 +233,22 @@ class BackendOverRanks(ABC):
         self, passes: Sequence[TrainingPass], *, merge: bool, shared_rows: int, divided_tokens: int | None = None
     ) -> list[PassResult | Exception]:
         """Run checked passes. `merge`: whether passes share micro-batches, of at most `shared_rows` rows."""
-        forwards, backwards = (
-            self._plan(
-                [(number, each) for number, each in enumerate(passes) if each.backward == backward],
-                merge,
-                shared_rows,
-                divided_tokens,
-            )
-            for backward in (False, True)
-        )
+
+        def plan(*, backward: bool) -> Plan:
+            chosen = [(number, each) for number, each in enumerate(passes) if each.backward == backward]
+            if self.group.size == 1:
+                rows = shared_rows if merge else 1
+                return plan_alone(chosen, self._budget, self._losses, self._device_type, merge=merge, shared_rows=rows)
+            rows = shared_rows if merge else 0
+            return make_plan(chosen, self.group.size, self._budget, shared_rows=rows, divided_tokens=divided_tokens)
+
+        forwards, backwards = plan(backward=False), plan(backward=True)
         results: list[dict[int, list[ShareResult]]] = self._call("run", passes, forwards, backwards)
         failed = {**forwards.failed, **backwards.failed}
         return [
             failed[number] if number in failed else outcome_of(self._losses[each.loss_fn], number, results)
             for number, each in enumerate(passes)
         ]
-
-    def _plan(
-        self, passes: Sequence[tuple[int, TrainingPass]], merge: bool, shared_rows: int, divided_tokens: int | None
-    ) -> Plan:
-        if self.group.size == 1:
-            rows = shared_rows if merge else 1
-            return plan_alone(passes, self._budget, self._losses, self._device_type, merge=merge, shared_rows=rows)
-        rows = shared_rows if merge else 0
-        return make_plan(passes, self.group.size, self._budget, shared_rows=rows, divided_tokens=divided_tokens)
 
     @abstractmethod
     def _require(self, model_id: str) -> None:
@@ -333,7 +326,7 @@ class LoraBackend(BackendOverRanks):
         self._models[model_id] = spec, targets
 
     def _check_new(self, model_id: str, spec: LoraSpec, train_mlp_of_mixtures: TrainMlpOfMixtures) -> None:
-        checks.check_spec(spec, self._max_rank, self._limits.mixture, train_mlp_of_mixtures)
+        check_spec(spec, self._max_rank, self._limits.mixture, train_mlp_of_mixtures)
         if model_id in self._models:
             raise InvalidRequest(f"model_id: {model_id} exists already")
 
@@ -386,11 +379,8 @@ class LoraBackend(BackendOverRanks):
 
     def _put(self, model_id: str, adapter: Adapter) -> None:
         """Give all ranks this adapter as the model's."""
-        parts = (adapter.weights, adapter.exp_avg, adapter.exp_avg_sq, adapter.gradient)
-        weights, exp_avg, exp_avg_sq, gradient = (None if part is None else part.numpy() for part in parts)
-        assert weights is not None
-        buffers = AdapterBuffers(weights, exp_avg, exp_avg_sq, gradient, adapter.step)
-        self._call("replace", model_id, adapter.spec, adapter.targets, buffers)
+        arrays = [None if part is None else part.numpy() for part in adapter.parts]
+        self._call("replace", model_id, adapter.spec, adapter.targets, arrays, adapter.step)
         self._models[model_id] = adapter.spec, adapter.targets
 
     def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype | None = None) -> None:
@@ -421,11 +411,9 @@ class LoraBackend(BackendOverRanks):
             answers = self.group.read_all("export", model_id, optimizer)
         else:
             answers = [self.group.read("export", model_id, optimizer)]
-        buffers: list[AdapterBuffers] = results_of(answers)
-        parts = zip(*((each.weights, each.exp_avg, each.exp_avg_sq, each.gradient) for each in buffers), strict=True)
-        weights, exp_avg, exp_avg_sq, gradient = (_tensor(of_ranks, adapter) for of_ranks in parts)
-        assert weights is not None
-        adapter.replace(weights, exp_avg, exp_avg_sq, gradient, buffers[0].step)
+        exported: list[tuple[AdapterArrays, int]] = results_of(answers)
+        parts = zip(*(arrays for arrays, _ in exported), strict=True)
+        adapter.replace([_tensor(of_ranks, adapter) for of_ranks in parts], exported[0][1])
         return adapter
 
 

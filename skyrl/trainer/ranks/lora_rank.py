@@ -36,7 +36,7 @@ from skyrl.trainer.device import base_dtype, command_on
 from skyrl.trainer.experts.layers import ExpertExchange
 from skyrl.trainer.lora.adapter import Adapter, Target, whole_shapes
 from skyrl.trainer.lora.linear import AdapterStack, LoraSegment, grouped_rank, groups_adapters
-from skyrl.trainer.model.base_model import wrap
+from skyrl.trainer.model.packed_model import PackedModel
 from skyrl.trainer.passes.micro_batch import MicroBatch
 from skyrl.trainer.passes.pass_run import ItemResult, MicroBatchItem, PassRun, ShareResult
 from skyrl.trainer.protocol import InvalidRequest, TrainingPass
@@ -55,15 +55,8 @@ class AdapterFacts(BaseFacts):
     targets: tuple[Target, ...]
 
 
-@dataclass(frozen=True)
-class AdapterBuffers:
-    """All that an adapter holds, as flat float32 arrays in main memory."""
-
-    weights: npt.NDArray[np.float32]
-    exp_avg: npt.NDArray[np.float32] | None
-    exp_avg_sq: npt.NDArray[np.float32] | None
-    gradient: npt.NDArray[np.float32] | None
-    step: int
+AdapterArrays = Sequence[npt.NDArray[np.float32] | None]
+"""As `Adapter.parts`, in main memory."""
 
 
 class LoraRank(RankBase):
@@ -82,7 +75,7 @@ class LoraRank(RankBase):
 
     def _form(self) -> ModelForm:
         settings = self._settings
-        wraps = partial(wrap, mlp_of_mixtures=settings.mlp_of_mixtures)
+        wraps = partial(PackedModel, mlp_of_mixtures=settings.mlp_of_mixtures)
         return ModelForm(wraps, trained=False, keep_quantized=settings.keep_quantized)
 
     def _adapter(self, spec: LoraSpec, targets: Sequence[Target], *, drawn: bool) -> Adapter:
@@ -96,32 +89,26 @@ class LoraRank(RankBase):
     def delete(self, model_id: str) -> None:
         self.adapters.pop(model_id, None)
 
-    def replace(self, model_id: str, spec: LoraSpec, targets: Sequence[Target], buffers: AdapterBuffers) -> None:
+    def replace(
+        self, model_id: str, spec: LoraSpec, targets: Sequence[Target], arrays: AdapterArrays, step: int
+    ) -> None:
         """Add an adapter with these weights, moments and gradient, or put it in the place of the model's. Raises
         SameFailureEverywhere with OutOfMemory."""
-        parts = (buffers.weights, buffers.exp_avg, buffers.exp_avg_sq, buffers.gradient)
-        copies = on_all_or_none(lambda: [self._copied(part, spec, targets) for part in parts], self.device)
-        weights, exp_avg, exp_avg_sq, gradient = copies
-        assert weights is not None
+        parts = on_all_or_none(lambda: [self._copied(array, spec, targets) for array in arrays], self.device)
         adapter = self._adapter(spec, targets, drawn=False)
-        adapter.replace(weights, exp_avg, exp_avg_sq, gradient, buffers.step)
+        adapter.replace(parts, step)
         self.adapters[model_id] = adapter
 
-    def export(self, model_id: str, optimizer: bool) -> AdapterBuffers:
-        """A copy of the weights; with `optimizer`, of moments and gradient too. May run beside commands of other
-        models, on another thread."""
+    def export(self, model_id: str, optimizer: bool) -> tuple[AdapterArrays, int]:
+        """A copy of the weights, and 0; with `optimizer`, of moments and gradient too, and the number of steps. May run
+        beside commands of other models, on another thread."""
         adapter = self.adapters.get(model_id)
         if adapter is None:  # deleted since the engine asked: the model's session has ended
             raise SameFailureEverywhere(InvalidRequest(f"model_id: there is no model {model_id}"))
         with command_on(self.device, waits=False):
-            weights = adapter.weights.to("cpu", copy=True).numpy()
-            if not optimizer:
-                return AdapterBuffers(weights, None, None, None, 0)
-            parts = (adapter.exp_avg, adapter.exp_avg_sq, adapter.gradient)
-            exp_avg, exp_avg_sq, gradient = (
-                None if part is None else part.to("cpu", copy=True).numpy() for part in parts
-            )
-            return AdapterBuffers(weights, exp_avg, exp_avg_sq, gradient, adapter.step)
+            parts = adapter.parts if optimizer else (adapter.weights, None, None, None)
+            arrays = [None if part is None else part.to("cpu", copy=True).numpy() for part in parts]
+            return arrays, adapter.step if optimizer else 0
 
     def _trained(self, model_id: str) -> Adapter:
         return self.adapters[model_id]

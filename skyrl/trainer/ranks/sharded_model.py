@@ -27,6 +27,7 @@ from skyrl.trainer.experts.routing import CORRECTION
 from skyrl.trainer.files.config import LOADING_ERRORS, read_config
 from skyrl.trainer.files.model_files import FileTensor, Rows, file_tensors, stored_parameters
 from skyrl.trainer.files.tensor_files import INDEX, ONE_FILE, StoredWeights, weight_files
+from skyrl.trainer.full.full_model import check_all_trained
 from skyrl.trainer.model.base_model import BaseModel, check_config, fuse_norms, fuses_norms
 from skyrl.trainer.model.loading import TOWER, check_quantized, check_weights, detach_vision, load_model, model_class
 from skyrl.trainer.model.packed_model import PackedModel
@@ -146,15 +147,25 @@ def local_of(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelForm:
-    """`wrap` makes the packed model of a path and transformers' model; it may raise ConfigError. `trained`: the
+    """`wrap` makes the packed model of transformers' model; it may raise ValueError. `trained`: the
     parameters are float32 and require gradients; the model computes in the device's dtype, and gathers in it.
     `whole_experts`: a rank holds some experts whole, and gathers none. `keep_quantized`: weights that are quantized in
     the files are held and gathered as they are there."""
 
-    wrap: Callable[[str, Any], PackedModel]
+    wrap: Callable[[Any], PackedModel]
     trained: bool
     whole_experts: bool = False
     keep_quantized: bool = False
+
+    def packed(self, path: str, model: Any) -> PackedModel:
+        """Raises ConfigError for a model that does not fit, or with weights that would have to be trained, and are no
+        parameters."""
+        if self.trained:
+            check_all_trained(path, model)
+        try:
+            return self.wrap(model)
+        except ValueError as error:
+            raise ConfigError(f"base_model: {path} ({type(model).__name__}): {error}") from error
 
     def dtype(self, device: torch.device) -> torch.dtype:
         """That of the parameters."""
@@ -263,7 +274,7 @@ def _load_whole(path: str, device: torch.device, form: ModelForm, *, pictures: b
     model.to(device).eval().requires_grad_(form.trained)
     align(model.parameters())
     check_config(path, model.config)
-    packed = form.wrap(path, model)
+    packed = form.packed(path, model)
     in_files: dict[str, list[FileTensor]] = {}
     if form.trained:
         with StoredWeights(path, _files(path), read_config(path).format, torch.float32) as stored:
@@ -288,7 +299,7 @@ def _load(path: str, device: torch.device, mesh: DeviceMesh, form: ModelForm, *,
     visual = detach_vision(model)
     _keep_in_float32(model)
     model.eval().requires_grad_(form.trained)
-    packed = form.wrap(path, model)
+    packed = form.packed(path, model)
     total = sum(parameter.numel() for parameter in packed.parameters())
     share = ExpertShare(mesh.get_local_rank(), mesh.size())
     with StoredWeights(path, files, described.format, held) as stored:

@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_world import CHAT, Agent, Server, agent_server, user
-from api_harness import BASE, Api, Serve, scrape
+from agent_world import CHAT, Agent, Server, user
+from api_harness import BASE, Api, scrape
 from chatting_upstream import SAMPLED
 from fake_upstream import FakeUpstream
 from router_world import until
@@ -24,18 +23,12 @@ from skyrl.base.types.agents import AgentLimits, AgentSession
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.errors import RequestError
 from skyrl.chat.agents.live_sessions import LiveSession, RunningTurn
-from skyrl.storage.db.database import MAX_NAMED, Database
+from skyrl.storage.db.database import MAX_NAMED
 from tests.postgres_server import ON_BOTH, ON_BOTH_SLOWLY, ON_POSTGRES
 
 BRANCHES, LIMIT = 100, 20
 STREAMS = 100
 TASK = [user("Who watches the river?")]
-
-
-@pytest.fixture
-async def server(serve: Serve, database: Database, upstream: FakeUpstream, tmp_path: Path) -> AsyncIterator[Server]:
-    async with agent_server(serve, database, upstream, tmp_path / "model") as server:
-        yield server
 
 
 async def test_requests_at_once_are_branches_that_train_each_token_once(server: Server) -> None:

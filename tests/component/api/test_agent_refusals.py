@@ -3,25 +3,14 @@ turn, whose tail is made of the new messages; and what is well formed is stored.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_world import CHAT, RESPONSES, Agent, Server, agent_server, user
-from api_harness import Serve
-from fake_upstream import FakeUpstream
+from agent_world import CHAT, RESPONSES, Agent, Server, user
 
 from skyrl.api.routes.chats import RETRY_COUNT
-from skyrl.storage.db.database import Database
 
 NOON = {"role": "system", "content": "It is noon."}
-
-
-@pytest.fixture
-async def server(serve: Serve, database: Database, upstream: FakeUpstream, tmp_path: Path) -> AsyncIterator[Server]:
-    async with agent_server(serve, database, upstream, tmp_path / "model") as server:
-        yield server
 
 
 @pytest.fixture

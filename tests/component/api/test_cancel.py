@@ -12,9 +12,9 @@ from api_harness import Api, Serve, session_of, tokens
 from fake_upstream import FakeUpstream, after, complete, never
 from sqlalchemy import select
 
-from skyrl.storage.db.commands import bodies
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import SETTLE, Outcome, futures, settlement
+from skyrl.storage.db.models import bodies
 
 CANCELLED = {"error": "cancelled by the client", "category": "user"}
 

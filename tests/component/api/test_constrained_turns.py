@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_world import Agent, Server, agent_server, user
-from api_harness import Serve
+from agent_world import Agent, Server, user
 from chatting_upstream import SAMPLED
-from fake_upstream import FakeUpstream
-
-from skyrl.storage.db.database import Database
 
 JSON = {"response_format": {"type": "json_object"}}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 STRICT = TOOL | {"function": TOOL["function"] | {"strict": True}}  # type: ignore[operator]
-
-
-@pytest.fixture
-async def server(serve: Serve, database: Database, upstream: FakeUpstream, tmp_path: Path) -> AsyncIterator[Server]:
-    async with agent_server(serve, database, upstream, tmp_path / "model") as server:
-        yield server
 
 
 async def two_turns(server: Server, **second: Any) -> Agent:

@@ -15,10 +15,9 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from agent_world import agent_server, user
+from agent_world import Server, user
 from api_harness import Serve
 from engine_harness import Trainer, data, harness_in
-from fake_upstream import FakeUpstream
 
 import skyrl
 from benchmarks.stage import NullUpstream
@@ -127,17 +126,14 @@ async def test_files_that_a_forward_backward_passes(
 
 
 @ON_SQLITE
-async def test_files_that_a_turn_of_an_agent_passes(
-    files: Files, serve: Serve, database: Database, upstream: FakeUpstream, tmp_path: Path
-) -> None:
-    async with agent_server(serve, database, upstream, tmp_path / "model") as server:
-        agent = await server.agent()
-        messages = [user("begin")]
-        messages += [await agent.say(messages), user("Go on.")]  # later turns continue an earlier one
-        found: list[set[str]] = []
-        for _ in range(TIMES):
-            with files.noted() as seen:
-                messages.append(await agent.say(messages))
-            messages.append(user("Go on."))
-            found.append(seen)
+async def test_files_that_a_turn_of_an_agent_passes(files: Files, server: Server) -> None:
+    agent = await server.agent()
+    messages = [user("begin")]
+    messages += [await agent.say(messages), user("Go on.")]  # later turns continue an earlier one
+    found: list[set[str]] = []
+    for _ in range(TIMES):
+        with files.noted() as seen:
+            messages.append(await agent.say(messages))
+        messages.append(user("Go on."))
+        found.append(seen)
     check("an agent's turn", found)

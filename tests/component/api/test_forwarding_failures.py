@@ -346,16 +346,6 @@ async def test_max_connections_bounds_the_concurrent_requests(connect: Connect, 
     assert upstream.most_busy == 2
 
 
-async def test_200_samples_at_once_succeed(client: ForwardingClient, upstream: FakeUpstream) -> None:
-    go = asyncio.Event()
-    upstream.default = after(go, complete())
-    samples = [asyncio.create_task(client.sample(JOB)) for _ in range(200)]
-    await upstream.until(lambda server: server.busy == 200)
-    go.set()
-    assert [decoded(sample) for sample in await asyncio.gather(*samples)] == [WHOLE] * 200
-    assert len(upstream.completions) == 200
-
-
 async def test_a_refused_sample_waits_for_the_next_url(
     client: ForwardingClient, upstream: FakeUpstream, row: EngineRow
 ) -> None:

@@ -271,17 +271,6 @@ async def test_a_pending_sample_that_the_next_base_model_cannot_run_fails(
 # Duplicates
 
 
-async def test_a_repeated_sample_is_the_same_request(api: Api, upstream: FakeUpstream, database: Database) -> None:
-    sampler = await api.sampler()
-    at_once = await asyncio.gather(*(api.sample(sampler, 1, num_samples=2) for _ in range(5)))
-    await api.result(at_once[0]["request_id"])
-    later = await api.sample(sampler, 1, num_samples=2)
-    assert all(promise == at_once[0] for promise in [*at_once, later])
-    await settled(api)
-    assert len(upstream.completions) == 1
-    assert rows(database) == [DONE]
-
-
 async def test_repeated_samples_do_not_count_as_waiting(serve: Serve) -> None:
     async with serve(max_pending_samples=1) as api:
         sampler = await api.sampler()
@@ -296,15 +285,6 @@ async def test_the_same_number_in_another_sampling_session_is_another_request(ap
     second = await api.sample(await api.sampler(), 1)
     assert first["request_id"] != second["request_id"]
     assert not set(first["sample_sequence_ids"]) & set(second["sample_sequence_ids"])
-    await settled(api)
-    assert len(upstream.completions) == 2
-
-
-async def test_every_sample_without_a_number_is_new(api: Api, upstream: FakeUpstream) -> None:
-    sampler = await api.sampler()
-    body = sample_body(sampler, None)
-    promises = [(await api.post("asample", body)).json()["request_id"] for _ in range(2)]
-    assert promises[0] != promises[1]
     await settled(api)
     assert len(upstream.completions) == 2
 

@@ -204,7 +204,9 @@ BUILD = """
 import sys
 from pathlib import Path
 
-from skyrl.api.build import Secrets, build
+from skyrl.api.access import Tokens
+from skyrl.api.services import Services
+from skyrl.api.signed_links import SignedUrls
 from skyrl.base.config.server import ServerConfig
 from skyrl.inference.features import InferenceFeatures
 from skyrl.runtime.processes.runtime import Runtime
@@ -214,10 +216,11 @@ OPENING = ("open", "os.listdir", "os.mkdir", "os.scandir", "socket.__new__", "sq
 seen = []
 directory = Path(sys.argv[1])
 runtime = Runtime(ServerConfig(base_model="acme/base", state_dir=directory / "state"), directory, None, None)
-secrets, features = Secrets.open(runtime), InferenceFeatures(False, False, False)
-build(runtime, secrets, [features])  # imports what is imported late
+state, features = runtime.config.state_dir, InferenceFeatures(False, False, False)
+parts = runtime, Tokens.open(state), SignedUrls.open(state, None), [features]
+Services(*parts)  # imports what is imported late
 sys.addaudithook(lambda event, given: seen.append((event, given)) if event in OPENING else None)
-build(runtime, secrets, [features])
+Services(*parts)
 print(*seen, sep="\\n", end="")
 """
 

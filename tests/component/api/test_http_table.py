@@ -53,7 +53,7 @@ OTHERS = (
 """Requests that no route is declared for."""
 
 
-class RecordingHook:
+class RecordingHook(Hook):
     """A hook that records each call and passes it to the real hook."""
 
     def __init__(self, hook: Hook) -> None:
@@ -73,7 +73,7 @@ class RecordingHook:
 
 
 @dataclass
-class RaisingHook:
+class RaisingHook(Hook):
     """A hook that raises at the stage `at`."""
 
     at: str

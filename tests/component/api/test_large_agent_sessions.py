@@ -11,7 +11,7 @@ import gc
 import json
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
@@ -19,15 +19,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_world import CHAT, MESSAGES, RESPONSES, TENANT, Agent, Server, agent_server, user
-from api_harness import Serve
+from agent_world import CHAT, MESSAGES, RESPONSES, TENANT, Agent, Server, user
 from chatting_upstream import SAMPLED
-from fake_upstream import FakeUpstream
 
 import skyrl
 from skyrl.api.bodies import SAMPLE_BYTES
 from skyrl.chat.agents import live_sessions
-from skyrl.storage.db.database import Database
 
 SKYRL = Path(skyrl.__file__).parent
 
@@ -82,12 +79,6 @@ TOOLS, LARGE_BYTES = 300, 10_000_000
 SESSIONS, AT_ONCE, KEPT = 250, 64, 30
 SESSION_BYTES = 12_000
 """Of a session with one short turn, in memory, at most."""
-
-
-@pytest.fixture
-async def server(serve: Serve, database: Database, upstream: FakeUpstream, tmp_path: Path) -> AsyncIterator[Server]:
-    async with agent_server(serve, database, upstream, tmp_path / "model") as server:
-        yield server
 
 
 def tool(number: int) -> dict[str, Any]:

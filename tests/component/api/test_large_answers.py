@@ -22,8 +22,9 @@ from test_forwarding_failures import JOB, WHOLE, decoded
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.sample_request import Distribution
-from skyrl.http.answers import LARGE_ANSWER_BYTES, AnswerMemory
+from skyrl.http.answers import LARGE_ANSWER_BYTES
 from skyrl.http.client import HttpClient
+from skyrl.http.shared_memory import SharedMemory
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.completion import decode_answer
 from skyrl.sampling.exchanges import answer_bound
@@ -295,7 +296,7 @@ async def heartbeats_while(api: Api, sampler: str, samples: list[dict[str, Any]]
 
 
 def test_memory_for_answers_is_granted_in_order_and_returned_once() -> None:
-    memory, granted = AnswerMemory(10), list[str]()
+    memory, granted = SharedMemory(10), list[str]()
     first = memory.reserve(6, lambda: granted.append("first"))
     large = memory.reserve(11, lambda: granted.append("large"))
     last = memory.reserve(4, lambda: granted.append("last"))

@@ -19,8 +19,8 @@ from engine_harness import until
 from fake_upstream import FakeUpstream, after, complete, never
 from sqlalchemy import event, insert, select, text, update
 
-import skyrl.api.build
 import skyrl.api.server
+import skyrl.api.services
 import skyrl.storage.db.sessions
 from skyrl.api.app import create_app
 from skyrl.api.server import open_services
@@ -57,7 +57,7 @@ def ownerships(monkeypatch: pytest.MonkeyPatch) -> list[SampleOwnership]:
             super().__init__(*parts, **options)
             instances.append(self)
 
-    monkeypatch.setattr(skyrl.api.build, "SampleOwnership", RecordedOwnership)
+    monkeypatch.setattr(skyrl.api.services, "SampleOwnership", RecordedOwnership)
     return instances
 
 

@@ -41,8 +41,8 @@ from skyrl.base.wire.results import encode_forward_backward, encode_json
 from skyrl.engine import loop as engine_loop
 from skyrl.engine.crash_ledger import DEATHS_TO_BLAME
 from skyrl.engine.recovery import SKIPPED
-from skyrl.storage.db import commands
 from skyrl.storage.db import futures as rows
+from skyrl.storage.db import models as commands
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import SESSION_ENDED, Outcome
 from skyrl.storage.db.models import Model, models

@@ -21,8 +21,9 @@ from skyrl.base.wire.paths import model_id_of
 from skyrl.engine import execution, loop
 from skyrl.engine import snapshots as engine_snapshots
 from skyrl.storage.checkpoint_store.directories import safe_name
-from skyrl.storage.db import commands, retention
 from skyrl.storage.db import futures as rows
+from skyrl.storage.db import models as model_rows
+from skyrl.storage.db import retention
 from skyrl.storage.db.models import Model, models
 from tests.engine_process import claim_for_tests
 from tests.postgres_server import ON_BOTH
@@ -177,7 +178,7 @@ def to_repeat(harness: Harness, *trainers: Trainer) -> list[int]:
     """For each model, how many commands the next start repeats."""
     firsts = [harness.model_row(trainer.model_id).next_seq for trainer in trainers]
     return [
-        harness.database.read(lambda c, t=trainer, n=first: commands.count_executed(c, t.model_id, n))
+        harness.database.read(lambda c, t=trainer, n=first: model_rows.count_executed(c, t.model_id, n))
         for trainer, first in zip(trainers, firsts, strict=True)
     ]
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -128,7 +128,7 @@ class Vllm:
     middleware: StoredAdapterLoads
 
     async def ask(self, path: str, body: Any, key: str = API_KEY) -> httpx.Response:
-        transport = httpx.ASGITransport(self.middleware)
+        transport = httpx.ASGITransport(cast(Any, self.middleware))
         async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
             return await client.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
 

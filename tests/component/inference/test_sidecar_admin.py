@@ -16,7 +16,15 @@ from skyrl.http.admin_key import AdminKey
 from skyrl.inference.remote.sidecar import PATH, PlacementRoute
 from skyrl.inference.sidecar.updates import FIRST_WEIGHTS
 from tests.component.router_world import Exchange, running_router, steps, until
-from tests.component.sidecar_world import FakeVllm, RunningSidecar, answers, choice, completion, sidecar_before
+from tests.component.sidecar_world import (
+    FakeVllm,
+    RunningSidecar,
+    answers,
+    choice,
+    completion,
+    sidecar_and,
+    sidecar_before,
+)
 
 ADMIN = (
     "/pause_generation",
@@ -61,8 +69,7 @@ def sampling() -> FakeVllm:
 
 
 async def test_a_stranger_gets_nothing_of_the_admin_routes() -> None:
-    vllm = sampling()
-    async with sidecar_before(vllm, admin_key="secret") as sidecar:
+    async with sidecar_and(sampling(), admin_key="secret") as (sidecar, vllm):
         await until(lambda: bool(vllm.received))
         before = [one.path for one in vllm.received if one.path not in OWN]
         for path in ADMIN + VLLMS:
@@ -77,8 +84,7 @@ async def test_a_stranger_gets_nothing_of_the_admin_routes() -> None:
 
 
 async def test_the_key_opens_the_admin_routes_and_all_others_are_open() -> None:
-    vllm = sampling()
-    async with sidecar_before(vllm, admin_key="secret") as sidecar:
+    async with sidecar_and(sampling(), admin_key="secret") as (sidecar, vllm):
         for path in ADMIN + VLLMS:
             status, _ = await sidecar.post(path, b"[]", headers={"Authorization": "Bearer secret"})
             assert status not in (401, 403), path
@@ -139,8 +145,7 @@ async def test_all_own_routes_are_listed_here() -> None:
 
 
 async def test_without_a_key_only_this_machine_may_change_things() -> None:
-    vllm = sampling()
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(sampling()) as (sidecar, vllm):
         for path in ADMIN + VLLMS:
             status, answer = await sidecar.post(path, {}, headers={"X-Forwarded-For": "10.0.0.1"})
             assert (status, answer["error"]["code"]) == (403, "forbidden"), path
@@ -218,8 +223,7 @@ BOTH: dict[str, Any] = {"tags": None}
 async def test_requests_wait_until_all_memory_is_back(
     released: list[dict[str, Any]], resumed: list[dict[str, Any]]
 ) -> None:
-    vllm = SleepingVllm()
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(SleepingVllm()) as (sidecar, vllm):
         for body in released:
             assert await sidecar.post(RELEASE, body) == (200, None)
         assert vllm.asleep
@@ -237,8 +241,7 @@ async def test_requests_wait_until_all_memory_is_back(
 
 
 async def test_a_pause_by_hand_outlasts_a_release() -> None:
-    vllm = SleepingVllm()
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(SleepingVllm()) as (sidecar, vllm):
         await sidecar.post("/pause_generation")
         await sidecar.post(RELEASE, {})
         await sidecar.post(RESUME, {})
@@ -287,8 +290,7 @@ async def test_a_release_that_fails_leaves_vllm_serving(body: dict[str, Any], fa
 
 
 async def test_weights_that_are_away_are_neither_read_nor_written() -> None:
-    vllm = SleepingVllm()
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(SleepingVllm()) as (sidecar, vllm):
         for body, refused in ((WEIGHTS, True), (CACHE, False)):
             await sidecar.post(RELEASE, body)
             for path, asked in (
@@ -307,8 +309,7 @@ async def test_weights_that_are_away_are_neither_read_nor_written() -> None:
 
 
 async def test_memory_that_vllm_cannot_free_is_a_501_and_tags_are_checked() -> None:
-    vllm = SleepingVllm(sleep_mode=False)
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(SleepingVllm(sleep_mode=False)) as (sidecar, vllm):
         status, answer = await sidecar.post(RELEASE, {})
         assert (status, "--enable-sleep-mode" in answer["message"]) == (501, True)
         for tags in ("weights", [], ["cuda_graph"], 1):
@@ -316,8 +317,7 @@ async def test_memory_that_vllm_cannot_free_is_a_501_and_tags_are_checked() -> N
                 status, answer = await sidecar.post(path, {"tags": tags})
                 assert (status, answer["message"].startswith("tags:")) == (400, True)
         assert vllm.calls == []
-    vllm = SleepingVllm(sleep_mode=False, device="cpu")
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(SleepingVllm(sleep_mode=False, device="cpu")) as (sidecar, vllm):
         for body in (CACHE, WEIGHTS):
             assert await sidecar.post(RELEASE, body) == (200, None)
         assert vllm.calls == ["/pause?mode=keep&clear_cache=false", "/sleep?level=1&mode=abort"]

@@ -17,8 +17,17 @@ import pytest
 from yarl import URL
 
 from skyrl.inference.sidecar.completion import Collected
-from tests.component.router_world import Exchange, break_off, steps, until, until_left
-from tests.component.sidecar_world import FakeVllm, answers, choice, completion, events, running_sidecar, sidecar_before
+from tests.component.router_world import Exchange, Script, break_off, steps, until, until_left
+from tests.component.sidecar_world import (
+    FakeVllm,
+    answers,
+    choice,
+    completion,
+    events,
+    running_sidecar,
+    sidecar_and,
+    sidecar_before,
+)
 
 LIES: dict[str, dict[str, Any]] = {
     "no logprobs": {"logprobs": None},
@@ -45,17 +54,6 @@ async def test_a_wrong_answer_of_vllm_is_an_error(lie: dict[str, Any]) -> None:
         assert await sidecar.total() == 0
 
 
-async def test_not_a_number_is_an_error() -> None:
-    async def script(exchange: Exchange) -> None:
-        body = json.dumps(completion(choice([8]))).replace("-0.5", "NaN")
-        await exchange.answer(body.encode())
-
-    async with sidecar_before(FakeVllm(script)) as sidecar:
-        status, answer = await sidecar.generate(return_logprob=True)
-        assert status == 502
-        assert "JSON" in answer["error"]["message"]
-
-
 @pytest.mark.parametrize(
     "rows",
     [
@@ -70,11 +68,6 @@ async def test_wrong_prompt_logprobs_are_an_error(rows: Any) -> None:
     async with sidecar_before(FakeVllm(answers(completion(choice([8], prompt_logprobs=rows))))) as sidecar:
         status, _ = await sidecar.generate(return_logprob=True, logprob_start_len=0)
         assert status == 502
-
-
-async def test_another_number_of_prompt_tokens_is_an_error() -> None:
-    async with sidecar_before(FakeVllm(answers(completion(choice([8]), prompt_tokens=4)))) as sidecar:
-        assert (await sidecar.generate())[0] == 502
 
 
 @pytest.mark.parametrize(
@@ -107,19 +100,24 @@ async def test_without_vllm_the_answer_is_503_at_once() -> None:
         assert await sidecar.total() == 0
 
 
-async def test_vllm_that_breaks_off_is_502() -> None:
-    script = steps(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{", break_off)
-    async with sidecar_before(FakeVllm(script)) as sidecar:
-        assert (await sidecar.generate())[0] == 502
+NOT_A_NUMBER = json.dumps(completion(choice([8]))).replace("-0.5", "NaN").encode()
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
 
-@pytest.mark.parametrize("head", [b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000])
-async def test_what_is_not_http_is_502_and_is_not_asked_again(head: bytes) -> None:
-    vllm = FakeVllm(steps(head, until_left))
-    async with sidecar_before(vllm) as sidecar:
-        status, answer = await sidecar.generate()
-        assert status == 502
-        assert "code" not in answer["error"]
+@pytest.mark.parametrize(
+    ("script", "code", "message"),
+    [
+        (steps(HEAD % len(NOT_A_NUMBER) + NOT_A_NUMBER), None, "JSON"),
+        (steps(HEAD % 100 + b"{", break_off), "worker_interrupted", "vLLM's answer broke"),
+        (steps(b"nonsense\r\n\r\n", until_left), None, "cannot be read"),
+        (steps(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000, until_left), None, "cannot be read"),
+    ],
+)
+async def test_what_is_no_answer_is_502_and_is_not_asked_again(script: Script, code: str | None, message: str) -> None:
+    async with sidecar_and(FakeVllm(script)) as (sidecar, vllm):
+        status, answer = await sidecar.generate(return_logprob=True)
+        assert (status, answer["error"].get("code")) == (502, code)
+        assert message in answer["error"]["message"]
     assert len(vllm.bodies) == 1
 
 
@@ -174,8 +172,7 @@ async def test_numbers_that_vllm_does_not_report_are_left_out() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_frees_vllm(stream: bool) -> None:
     closed = asyncio.Event()
-    vllm = FakeVllm(steps(until_left, closed.set))
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(FakeVllm(steps(until_left, closed.set))) as (sidecar, vllm):
         request = asyncio.create_task(sidecar.generate(stream=stream))
         await until(lambda: bool(vllm.bodies))
         request.cancel()
@@ -208,8 +205,7 @@ async def test_an_abort_is_repeated_until_vllm_has_ended_the_sample() -> None:
 
 async def test_an_abort_that_vllm_never_obeys_closes_the_connection_and_is_answered() -> None:
     closed = asyncio.Event()
-    vllm = FakeVllm(steps(until_left, closed.set))
-    async with sidecar_before(vllm, abort_s=0.2) as sidecar:
+    async with sidecar_and(FakeVllm(steps(until_left, closed.set)), abort_s=0.2) as (sidecar, vllm):
         request = asyncio.create_task(sidecar.generate(return_logprob=True))
         await until(lambda: bool(vllm.bodies))
         await sidecar.post("/abort_request", {"abort_all": True})
@@ -229,8 +225,7 @@ async def test_without_development_endpoints_an_abort_keeps_what_was_streamed(mo
 
     monkeypatch.setattr(Collected, "add_chunk", add_and_tell)
     script = steps(events({"choices": [choice([8, 9], finish_reason=None)]}, done=False), until_left)
-    vllm = FakeVllm(script, dev_mode=False)
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(FakeVllm(script, dev_mode=False)) as (sidecar, vllm):
         asked = asyncio.create_task(sidecar.generate(return_logprob=True, rid="a"))
         await until(lambda: bool(vllm.bodies))
         assert vllm.bodies[0]["stream"] is True
@@ -296,8 +291,10 @@ def npy(array: Any) -> str:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_routed_experts_become_int32(dtype: Any, start: int, stream: bool) -> None:
     experts = np.arange((3 + 2 - 1 - start) * 4 * 2, dtype=dtype).reshape(-1, 4, 2)
-    vllm = FakeVllm(answers(completion(choice([8, 9], routed_experts=npy(experts)))))
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(FakeVllm(answers(completion(choice([8, 9], routed_experts=npy(experts)))))) as (
+        sidecar,
+        vllm,
+    ):
         wanted = {"return_routed_experts": True, "routed_experts_start_len": start, "stream": stream}
         _, answer = await sidecar.generate(**wanted)
         if stream:
@@ -321,8 +318,7 @@ async def test_routed_experts_become_int32(dtype: Any, start: int, stream: bool)
     ],
 )
 async def test_wrong_routed_experts_are_an_error_unless_aborted(experts: str) -> None:
-    vllm = FakeVllm(answers(completion(choice([8, 9], routed_experts=experts))))
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(FakeVllm(answers(completion(choice([8, 9], routed_experts=experts))))) as (sidecar, vllm):
         assert (await sidecar.generate(return_routed_experts=True))[0] == 502
         vllm.complete = answers(completion(choice([8, 9], routed_experts=experts, finish_reason="abort")))
         status, answer = await sidecar.generate(return_routed_experts=True)
@@ -332,8 +328,7 @@ async def test_wrong_routed_experts_are_an_error_unless_aborted(experts: str) ->
 
 async def test_more_samples_than_allowed_get_503_and_never_fitting_ones_400() -> None:
     end = asyncio.Event()
-    vllm = FakeVllm(steps(end, answers(completion(choice([8])))))
-    async with sidecar_before(vllm, max_in_flight=2) as sidecar:
+    async with sidecar_and(FakeVllm(steps(end, answers(completion(choice([8]))))), max_in_flight=2) as (sidecar, vllm):
         both = asyncio.create_task(sidecar.generate(sampling_params={"n": 2}))
         await until(lambda: len(vllm.bodies) == 2)
         async with sidecar.session.post(f"{sidecar.url}/generate", json={"input_ids": [5, 6, 7]}) as refused:
@@ -365,8 +360,7 @@ async def test_flush_cache_waits_until_nothing_is_in_flight_or_refuses() -> None
 
 
 async def test_health_generate_sends_no_token_while_paused() -> None:
-    vllm = FakeVllm(answers(completion(choice([8]))))
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(FakeVllm(answers(completion(choice([8]))))) as (sidecar, vllm):
         async with sidecar.session.get(
             f"{sidecar.url}/health_generate", headers={"Authorization": "Bearer None"}
         ) as answer:
@@ -402,13 +396,8 @@ async def test_versions_of_tokens_are_vllms_and_the_last_is_the_answers(stream: 
     spans = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}]
     last = choice([8, 9], weight_versions=spans)
 
-    async def script(exchange: Exchange) -> None:
-        if stream:
-            await exchange.send(events({"choices": [last]}, {"choices": [], "usage": {"prompt_tokens": 3}}))
-        else:
-            await answers(completion(last))(exchange)
-
-    vllm = FakeVllm(script)
+    streamed = steps(events({"choices": [last]}, {"choices": [], "usage": {"prompt_tokens": 3}}))
+    vllm = FakeVllm(streamed if stream else answers(completion(last)))
     vllm.version = "3"  # the weights have changed since
     async with sidecar_before(vllm) as sidecar:
         _, answer = await sidecar.generate(stream=stream)
@@ -477,14 +466,20 @@ async def test_a_stopping_sidecar_answers_what_is_in_flight() -> None:
         assert (await asked)[1]["output_ids"] == [8]
 
 
-async def test_a_body_over_the_bound_is_413() -> None:
-    async with sidecar_before(FakeVllm(answers({})), max_body_bytes=1000) as sidecar:
-        assert (await sidecar.post("/generate", b" " * 1001))[0] == 413
-
-
-async def test_an_answer_over_the_bound_is_502() -> None:
-    async with sidecar_before(FakeVllm(answers(completion(choice([8] * 500)))), max_answer_bytes=1000) as sidecar:
-        assert (await sidecar.generate())[0] == 502
+@pytest.mark.parametrize(
+    ("sample", "options", "path", "body", "status"),
+    [
+        (completion(choice([8])), {"max_body_bytes": 1000}, "/generate", b" " * 1001, 413),
+        (completion(choice([8] * 500)), {"max_answer_bytes": 1000}, "/generate", b'{"input_ids":[5,6,7]}', 502),
+        (completion(choice([8]), prompt_tokens=4), {}, "/generate", b'{"input_ids":[5,6,7]}', 502),
+        ({}, {}, "/remove_worker?url=http://x", b"", 200),
+    ],
+)
+async def test_bounds_of_bodies_and_what_other_servers_have(
+    sample: Any, options: dict[str, int], path: str, body: bytes, status: int
+) -> None:
+    async with sidecar_before(FakeVllm(answers(sample)), **options) as sidecar:
+        assert (await sidecar.post(path, body))[0] == status
 
 
 async def test_answers_are_compact_json_with_their_length() -> None:
@@ -511,11 +506,6 @@ async def test_an_idle_connection_that_vllm_closes_costs_no_error() -> None:
         assert (await sidecar.generate())[0] == 200
         assert (await sidecar.generate())[0] == 200
         assert calls == 3
-
-
-async def test_post_remove_worker_is_accepted() -> None:
-    async with sidecar_before(FakeVllm(answers({}))) as sidecar:
-        assert (await sidecar.post("/remove_worker?url=http://x"))[0] == 200
 
 
 async def test_a_client_gone_during_its_body_is_no_error() -> None:

@@ -26,7 +26,7 @@ from skyrl.inference.sidecar.openai_request import (
 )
 from tests.component.router_world import Exchange, steps
 from tests.component.sglang_server import sglang_source
-from tests.component.sidecar_world import CONTEXT, FakeVllm, answers, events, sidecar_before
+from tests.component.sidecar_world import CONTEXT, FakeVllm, answers, events, sidecar_and, sidecar_before
 
 IDS = [5, 6, 7]
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
@@ -68,8 +68,7 @@ async def test_every_field_of_sglangs_requests_is_decided() -> None:
 
 
 async def test_a_session_server_gets_the_tokens_that_it_sent_for_and_their_meta_info() -> None:
-    vllm = talking(chat_choice(weight_versions=SPANS))
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(talking(chat_choice(weight_versions=SPANS))) as (sidecar, vllm):
         status, answer = await sidecar.post(CHAT, ASKED | {"no_stop_trim": False, "model": "m"})
         assert status == 200
         (choice,) = answer["choices"]
@@ -95,8 +94,7 @@ async def test_a_session_server_gets_the_tokens_that_it_sent_for_and_their_meta_
 
 
 async def test_what_a_field_was_ignored_for_reaches_no_vllm() -> None:
-    vllm = talking()
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(talking()) as (sidecar, vllm):
         for path in (CHAT, COMPLETIONS, "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"):
             status, answer = await sidecar.post(path, {"model": "m", "stop_regex": "b", "foo": 1})
             assert (status, answer["error"]["message"].partition(":")[0]) == (400, "stop_regex")
@@ -180,8 +178,7 @@ async def test_a_stream_after_ids_is_checked_before_its_first_byte() -> None:
     role = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
     text = {"choices": [{"index": 0, "delta": {"content": "a"}, "token_ids": [8]}]}
     asked = MESSAGES | {"input_ids": IDS, "stream": True}
-    vllm = talking()
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(talking()) as (sidecar, vllm):
 
         async def streamed(*values: Any) -> tuple[int, Any]:
             script = steps(events(*values))
@@ -223,8 +220,7 @@ async def test_a_stream_after_ids_arrives_as_it_comes() -> None:
 
 
 async def test_prompts_without_room_get_sglangs_words() -> None:
-    vllm = talking()
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(talking()) as (sidecar, vllm):
         for path, more in ((CHAT, MESSAGES), (COMPLETIONS, {})):
             status, answer = await sidecar.post(path, {**more, "input_ids": [5] * CONTEXT})
             assert (status, "longer than the model's context length" in answer["error"]["message"]) == (400, True)

@@ -6,13 +6,24 @@ tests/plane/test_pauses.py has real vLLMs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from skyrl.inference.sidecar.in_flight import PauseMode
 from tests.component.router_world import Exchange, until
-from tests.component.sidecar_world import FakeVllm, RunningSidecar, answers, choice, completion, sidecar_before
+from tests.component.sidecar_world import (
+    FakeVllm,
+    RunningSidecar,
+    answers,
+    choice,
+    completion,
+    sidecar_and,
+    sidecar_before,
+)
 
 DONE = completion(choice([8]))
 ENDED = completion(choice([8], finish_reason="abort"))
@@ -106,10 +117,19 @@ async def resume(sidecar: RunningSidecar) -> None:
     assert await sidecar.post("/continue_generation") == (200, expected)
 
 
+@contextlib.asynccontextmanager
+async def pausable(
+    *, paused: bool = False, ended: bool = False, **options: Any
+) -> AsyncIterator[tuple[RunningSidecar, PausableVllm]]:
+    vllm = PausableVllm(paused=paused)
+    if ended:
+        vllm.end.set()
+    async with sidecar_and(vllm, **options) as world:
+        yield world
+
+
 async def test_new_requests_wait_and_vllm_gets_them_in_the_end() -> None:
-    vllm = PausableVllm()
-    vllm.end.set()
-    async with sidecar_before(vllm) as sidecar:
+    async with pausable(ended=True) as (sidecar, vllm):
         await pause(sidecar, "in_place")
         mine = asyncio.create_task(sidecar.generate())
         await until_loads(sidecar, 0, 1)
@@ -127,8 +147,7 @@ async def test_new_requests_wait_and_vllm_gets_them_in_the_end() -> None:
 
 @pytest.mark.parametrize(("mode", "flushed"), [("in_place", 400), ("retract", 200)])
 async def test_frozen_requests_count_and_only_retracted_ones_lose_their_cache(mode: str, flushed: int) -> None:
-    vllm = PausableVllm()
-    async with sidecar_before(vllm) as sidecar:
+    async with pausable() as (sidecar, vllm):
         mine = asyncio.create_task(sidecar.generate())
         await until(lambda: bool(vllm.bodies))
         await pause(sidecar, mode)
@@ -144,8 +163,7 @@ async def test_frozen_requests_count_and_only_retracted_ones_lose_their_cache(mo
 
 @pytest.mark.parametrize("first", [None, "in_place", "retract"])
 async def test_abort_ends_what_runs_or_is_frozen(first: str | None) -> None:
-    vllm = PausableVllm()
-    async with sidecar_before(vllm) as sidecar:
+    async with pausable() as (sidecar, vllm):
         asked = asyncio.gather(*(sidecar.generate() for _ in range(2)))
         passing = asyncio.create_task(sidecar.post("/v1/completions", {"prompt": [1]}, headers=JSON))
         await until(lambda: len(vllm.bodies) == 3)
@@ -189,8 +207,7 @@ async def test_abort_reaches_a_request_that_is_on_its_way_to_vllm() -> None:
 
 
 async def test_what_waits_can_be_aborted() -> None:
-    vllm = PausableVllm()
-    async with sidecar_before(vllm) as sidecar:
+    async with pausable() as (sidecar, vllm):
         await pause(sidecar, "in_place")
         one, other = (asyncio.create_task(sidecar.generate(rid=rid)) for rid in ("a", "b"))
         passing = asyncio.create_task(sidecar.post("/v1/completions", {"prompt": [1]}, headers=JSON))
@@ -207,8 +224,7 @@ async def test_what_waits_can_be_aborted() -> None:
 
 @pytest.mark.parametrize(("path", "prompt"), [("/generate", "input_ids"), ("/v1/completions", "prompt")])
 async def test_a_client_that_leaves_while_it_waits_is_forgotten(path: str, prompt: str) -> None:
-    vllm = PausableVllm()
-    async with sidecar_before(vllm) as sidecar:
+    async with pausable() as (sidecar, vllm):
         await pause(sidecar, "retract")
         asked = asyncio.create_task(sidecar.post(path, {prompt: [5]}))
         await until_loads(sidecar, 0, 1)
@@ -232,8 +248,7 @@ async def test_a_sampling_request_without_a_body_waits_like_others() -> None:
 
 
 async def test_what_waits_has_a_bound() -> None:
-    vllm = PausableVllm()
-    async with sidecar_before(vllm, max_in_flight=2) as sidecar:
+    async with pausable(max_in_flight=2) as (sidecar, vllm):
         await pause(sidecar, "in_place")
         asked = [asyncio.create_task(sidecar.post("/v1/completions", {"prompt": [1]}, headers=JSON)) for _ in range(2)]
         await until_loads(sidecar, 0, 2)
@@ -245,8 +260,7 @@ async def test_what_waits_has_a_bound() -> None:
 
 
 async def test_a_sidecar_that_stops_while_paused_answers_everything() -> None:
-    vllm = PausableVllm()
-    async with sidecar_before(vllm, drain_s=0.05) as sidecar:
+    async with pausable(drain_s=0.05) as (sidecar, vllm):
         frozen = asyncio.create_task(sidecar.generate())
         await until(lambda: bool(vllm.bodies))
         await pause(sidecar, "in_place")
@@ -261,9 +275,7 @@ async def test_a_sidecar_that_stops_while_paused_answers_everything() -> None:
 
 
 async def test_a_pause_that_vllm_refuses_changes_nothing() -> None:
-    vllm = PausableVllm()
-    vllm.end.set()
-    async with sidecar_before(vllm) as sidecar:
+    async with pausable(ended=True) as (sidecar, vllm):
         for answer, status in ((({"detail": "Not Found"}, "404 Not Found"), 501), (({}, "400 Bad Request"), 503)):
             vllm.answer["/pause?mode=keep&clear_cache=false"] = answers(*answer)
             got, body = await sidecar.post("/pause_generation", {"mode": "in_place"})
@@ -299,9 +311,7 @@ async def test_a_pause_of_unknown_outcome_is_undone(outcome: str) -> None:
 
 
 async def test_a_pause_without_vllm_leaves_nobody_waiting() -> None:
-    vllm = PausableVllm()
-    vllm.end.set()
-    async with sidecar_before(vllm) as sidecar:
+    async with pausable(ended=True) as (sidecar, vllm):
         assert (await sidecar.generate())[0] == 200
         await vllm.stop()
         assert (await sidecar.post("/pause_generation"))[0] == 503
@@ -309,9 +319,7 @@ async def test_a_pause_without_vllm_leaves_nobody_waiting() -> None:
 
 
 async def test_continuing_fails_until_vllm_does() -> None:
-    vllm = PausableVllm()
-    vllm.end.set()
-    async with sidecar_before(vllm) as sidecar:
+    async with pausable(ended=True) as (sidecar, vllm):
         await pause(sidecar, "in_place")
         vllm.answer["/resume"] = answers({"error": "no"}, "503 Service Unavailable")
         assert (await sidecar.post("/continue_generation"))[0] == 503
@@ -323,8 +331,7 @@ async def test_continuing_fails_until_vllm_does() -> None:
 
 
 async def test_a_vllm_that_is_started_again_while_paused_gets_nothing_until_it_is_continued() -> None:
-    vllm = PausableVllm()
-    async with sidecar_before(vllm) as sidecar:
+    async with pausable() as (sidecar, vllm):
         frozen = asyncio.create_task(sidecar.generate())
         await until(lambda: bool(vllm.bodies))
         await pause(sidecar, "in_place")
@@ -343,9 +350,7 @@ async def test_a_vllm_that_is_started_again_while_paused_gets_nothing_until_it_i
 
 async def test_a_sidecar_finds_vllm_paused() -> None:
     """An earlier one has paused it."""
-    vllm = PausableVllm(paused=True)
-    vllm.end.set()
-    async with sidecar_before(vllm) as sidecar:
+    async with pausable(paused=True, ended=True) as (sidecar, vllm):
         await until(lambda: sidecar.app.pause.mode is PauseMode.IN_PLACE)
         waiting = asyncio.create_task(sidecar.generate())
         await until_loads(sidecar, 0, 1)
@@ -356,8 +361,7 @@ async def test_a_sidecar_finds_vllm_paused() -> None:
 
 async def test_a_pause_that_was_found_ends_with_the_update_that_the_weights_wait_for() -> None:
     """An earlier sidecar has paused vLLM because its weights were old."""
-    vllm = PausableVllm(paused=True)
-    async with sidecar_before(vllm) as sidecar:
+    async with pausable(paused=True) as (sidecar, vllm):
         pauses, updates = sidecar.app.pause, sidecar.app.updates
         await until(lambda: pauses.mode is PauseMode.IN_PLACE)
         await updates.outdate()
@@ -371,8 +375,7 @@ async def test_a_pause_that_was_found_ends_with_the_update_that_the_weights_wait
 
 
 async def test_a_hold_and_a_pause_by_hand_end_one_by_one() -> None:
-    vllm = PausableVllm()
-    async with sidecar_before(vllm) as sidecar:
+    async with pausable() as (sidecar, vllm):
         pauses = sidecar.app.pause
         async with pauses.held():
             await pause(sidecar, "in_place")
@@ -391,9 +394,7 @@ async def test_a_hold_and_a_pause_by_hand_end_one_by_one() -> None:
 
 
 async def test_a_hold_that_cannot_continue_does_so_later() -> None:
-    vllm = PausableVllm()
-    vllm.end.set()
-    async with sidecar_before(vllm) as sidecar:
+    async with pausable(ended=True) as (sidecar, vllm):
         vllm.answer["/resume"] = answers({"error": "no"}, "500 Internal Server Error")
         async with sidecar.app.pause.held():
             waiting = asyncio.create_task(sidecar.generate())
@@ -404,9 +405,7 @@ async def test_a_hold_that_cannot_continue_does_so_later() -> None:
 
 
 async def test_pauses_and_continuations_at_once_end_in_the_state_of_the_last() -> None:
-    vllm = PausableVllm()
-    vllm.end.set()
-    async with sidecar_before(vllm) as sidecar:
+    async with pausable(ended=True) as (sidecar, vllm):
         samples = [asyncio.create_task(sidecar.generate()) for _ in range(5)]
         calls = [sidecar.post("/pause_generation", {"mode": mode}) for mode in PauseMode for _ in range(5)]
         calls += [sidecar.post("/continue_generation") for _ in range(5)]

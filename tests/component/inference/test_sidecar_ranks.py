@@ -17,7 +17,7 @@ from weight_model import KEY, TinyModel, served, tensors
 
 from skyrl.inference.vllm_plugin.weights.receiver import Receiver
 from tests.component.router_world import Exchange, running_router, until
-from tests.component.sidecar_world import answers, sidecar_before
+from tests.component.sidecar_world import answers, sidecar_and, sidecar_before
 from tests.component.updated_vllm import DISK, GROUP, TENSOR, SentGroup, Trainer, UpdatedVllm, described, part_of
 
 GOOD = {"success": True, "message": "ok", "error": None}
@@ -139,8 +139,7 @@ async def test_a_bucket_that_is_refused_unreceived_ends_its_group(
     wrong: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     """Its trainer sends it at the same time: those tensors would be taken for the next bucket's."""
-    vllm = UpdatedVllm(tmp_path / "first")
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(UpdatedVllm(tmp_path / "first")) as (sidecar, vllm):
         trainer = Trainer("group", sidecar, vllm, tmp_path / "new")
         await trainer._join()
         vllm.group.sent += part_of(9.0).values()
@@ -160,8 +159,7 @@ async def test_a_format_of_several_tensors_in_one_is_refused_for_a_trainers_memo
 
 
 async def test_a_bucket_that_comes_while_the_weights_memory_is_away_ends_its_group(tmp_path: Path) -> None:
-    vllm = UpdatedVllm(tmp_path / "first")
-    async with sidecar_before(vllm) as sidecar:
+    async with sidecar_and(UpdatedVllm(tmp_path / "first")) as (sidecar, vllm):
         trainer = Trainer("group", sidecar, vllm, tmp_path / "new")
         await trainer._join()
         sidecar.app.updates.weights_away = True

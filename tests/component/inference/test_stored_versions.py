@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -59,7 +59,7 @@ class Placed:
     cache: NodeCache
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
-        transport = httpx.ASGITransport(self.versions)
+        transport = httpx.ASGITransport(cast(Any, self.versions))
         async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
             return await client.post(path, json=body)
 
@@ -227,7 +227,7 @@ async def test_a_version_that_is_gone_from_the_store_is_refused(world: World) ->
 async def test_nothing_is_answered_without_a_key() -> None:
     sidecar = FakeSidecar()
     app = KeyNeeded(sidecar, "admin", None, "client")
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://node") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(cast(Any, app)), base_url="http://node") as client:
         for path in ("/generate", "/health", UPDATE):
             for headers in ({}, {"Authorization": "Bearer wrong"}):
                 assert (await client.post(path, json={}, headers=headers)).status_code == 401

@@ -55,8 +55,6 @@ from skyrl.sampling.servers import FixedEndpoint
 from skyrl.storage.checkpoint_store.directories import link_files
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.checkpoint_store.versions import version_key
-from skyrl.weights.protocol import AdapterFiles
-from tests.weight_media import World, check
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -259,7 +257,7 @@ def processes_of_group(group: int) -> dict[int, str]:
 async def test_a_first_look_at_a_models_class_starts_no_process(served: RunningServer) -> None:
     looked = served.config.state_dir / "vllm" / "modelinfos"
     assert [*looked.iterdir()], "vLLM keeps elsewhere what it has found"
-    server = psutil.Process(served.handle._process.pid)
+    server = psutil.Process(served.handle.pid)
     assert server.cpu_times().children_user < 1, "vLLM has imported everything a second time"
 
 
@@ -286,20 +284,6 @@ async def test_an_adapter_can_be_loaded_twice_and_unloaded_twice(served: Running
     assert version.name not in await models(served)
 
 
-async def test_adapter_files_keep_the_promises_of_a_medium(served: RunningServer, tmp_path: Path) -> None:
-    versions = [AdapterVersion(f"medium@{number}") for number in (1, 2, 3)]
-    for version in versions:
-        served.host.directories[version] = adapter(tmp_path / version.name, 8)
-
-    async def loaded() -> list[list[AdapterVersion]]:
-        names = await models(served)
-        return [[version for version in versions if version.name in names]]
-
-    medium = AdapterFiles(served.group.publish_adapter)
-    await check(World(medium, versions, lambda version: [version], lambda _: [AdapterVersion("other@1")], loaded))
-    assert await served.group.retire(versions) == set(versions)
-
-
 async def test_the_router_loads_an_adapter_on_all_workers_though_one_had_it(
     served: RunningServer, tmp_path: Path
 ) -> None:
@@ -314,9 +298,7 @@ async def test_the_router_loads_an_adapter_on_all_workers_though_one_had_it(
     broadcasts = Broadcasts(pool, fetch)
 
     async def status(path: str, **fields: str) -> int:
-        async def body() -> bytes:
-            return json.dumps({"lora_name": "spread", **fields}).encode()
-
+        body = json.dumps({"lora_name": "spread", **fields}).encode()
         reply = await broadcasts.answer("POST", path, b"", headers, body)
         assert reply is not None
         return reply.status
@@ -620,7 +602,7 @@ async def test_vllm_sleeps_and_wakes(served: RunningServer) -> None:
 
 def process_of(served: RunningServer) -> int:
     """The process id of the running server, which is also its process group."""
-    pid = served.handle._process.pid
+    pid = served.handle.pid
     assert pid is not None
     return pid
 

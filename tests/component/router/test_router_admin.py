@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from skyrl.base.tiny import model_path
+from skyrl.router.proxy import Limits
 from tests.component.router_world import Exchange, FakeWorker, RunningRouter, running_router, steps, until
 from tests.component.sidecar_world import (
     FakeVllm,
@@ -99,6 +100,21 @@ async def two(**options: Any) -> AsyncIterator[tuple[RunningRouter, Trained, Tra
     first, second = Trained("first"), Trained("second")
     async with running_router(first, second, policy="round_robin", **options) as router:
         yield router, first, second
+
+
+@contextlib.asynccontextmanager
+async def changing(
+    router: RunningRouter, worker: Trained, path: str = DISK, body: Any = None
+) -> AsyncIterator[asyncio.Task[tuple[int, Any]]]:
+    """A change that `worker` has got, and answers after the body."""
+    worker.go.clear()
+    change = asyncio.create_task(post(router, path, body))
+    await until(lambda: worker.bodies(path))
+    try:
+        yield change
+    finally:
+        worker.go.set()
+        assert (await change)[0] == 200
 
 
 async def test_every_worker_gets_the_request_and_the_answer_names_each() -> None:
@@ -225,17 +241,13 @@ async def test_the_reason_of_workers_that_cannot_be_reached() -> None:
 async def test_requests_go_elsewhere_and_wait_while_weights_change() -> None:
     async with two() as (router, first, second):
         await put(router, second, {"is_dead": True})
-        first.go.clear()
-        changing = asyncio.create_task(post(router, DISK))
-        await until(lambda: first.bodies(DISK))
-        assert listed(router, first)["changing"]
-        waiting = asyncio.create_task(sampled(router, 1))
-        await asyncio.sleep(0)
-        await put(router, second, {"is_dead": False})
-        assert await waiting == {"second"}
-        assert await sampled(router) == {"second"}
-        first.go.set()
-        assert (await changing)[0] == 200
+        async with changing(router, first):
+            assert listed(router, first)["changing"]
+            waiting = asyncio.create_task(sampled(router, 1))
+            await asyncio.sleep(0)
+            await put(router, second, {"is_dead": False})
+            assert await waiting == {"second"}
+            assert await sampled(router) == {"second"}
         assert await sampled(router) == {"first"}, "the other one was dead when the change began"
         await put(router, second, {"disabled": False})
         assert await sampled(router) == {"first", "second"}
@@ -245,52 +257,41 @@ async def test_requests_go_elsewhere_and_wait_while_weights_change() -> None:
 async def test_requests_wait_while_the_weights_of_all_workers_change(short_way: bool) -> None:
     worker = Trained("only")
     async with running_router(worker, short_way=short_way) as router:
-        worker.go.clear()
-        changing = asyncio.create_task(post(router, "/pause_generation"))
-        await until(lambda: worker.bodies("/pause_generation"))
-        before = len(worker.received)
-        waiting = [asyncio.create_task(sampled(router, 1)) for _ in range(5)]
-        gone = asyncio.create_task(sampled(router, 1))
-        await until(lambda: len(router.server.server_state.tasks) >= 7)
-        gone.cancel()
-        await until(lambda: router.app.counts["client_left"] == 1)
-        assert len(worker.received) == before
-        async with router.session.get(f"{router.url}/readyz") as answer:
-            assert answer.status == 200
-        worker.go.set()
-        assert (await changing)[0] == 200
+        async with changing(router, worker, "/pause_generation"):
+            before = len(worker.received)
+            waiting = [asyncio.create_task(sampled(router, 1)) for _ in range(5)]
+            gone = asyncio.create_task(sampled(router, 1))
+            await until(lambda: len(router.server.server_state.tasks) >= 7)
+            gone.cancel()
+            await until(lambda: router.app.counts["client_left"] == 1)
+            assert len(worker.received) == before
+            async with router.session.get(f"{router.url}/readyz") as answer:
+                assert answer.status == 200
         assert await asyncio.gather(*waiting) == [{"only"}] * 5
 
 
 async def test_waiting_for_new_weights_has_a_bound() -> None:
     worker = Trained("only")
-    from skyrl.router.proxy import Limits
-
-    async with running_router(worker, limits=Limits(change_s=0.05)) as router:
-        worker.go.clear()
-        changing = asyncio.create_task(post(router, DISK))
-        await until(lambda: worker.bodies(DISK))
-        async with router.session.post(router.url + SAMPLE, data=b"x") as answer:
-            assert answer.status == 503
-            assert "weights of all workers" in (await answer.json())["error"]["message"]
-        worker.go.set()
-        await changing
+    async with (
+        running_router(worker, limits=Limits(change_s=0.05)) as router,
+        changing(router, worker),
+        router.session.post(router.url + SAMPLE, data=b"x") as answer,
+    ):
+        assert answer.status == 503
+        assert "weights of all workers" in (await answer.json())["error"]["message"]
 
 
 async def test_one_change_at_a_time() -> None:
     async with two(admin_lock_s=0.05) as (router, first, second):
-        first.go.clear()
-        changing = asyncio.create_task(post(router, DISK))
-        await until(lambda: first.bodies(DISK))
-        status, answer = await post(router, GROUP)
-        assert status == 503
-        assert answer["message"].startswith("admin update lock not acquired within 0.05s; another update operation")
-        assert not second.bodies(GROUP)
-        going_on = asyncio.create_task(post(router, "/continue_generation"))
-        await until(lambda: first.bodies("/continue_generation"))
-        first.go.set()
-        assert (await going_on)[0] == 200, "it needs no lock"
-        assert (await changing)[0] == 200
+        async with changing(router, first):
+            status, answer = await post(router, GROUP)
+            assert status == 503
+            assert answer["message"].startswith("admin update lock not acquired within 0.05s; another update operation")
+            assert not second.bodies(GROUP)
+            going_on = asyncio.create_task(post(router, "/continue_generation"))
+            await until(lambda: first.bodies("/continue_generation"))
+            first.go.set()
+            assert (await going_on)[0] == 200, "it needs no lock"
         assert (await post(router, GROUP))[0] == 200
 
 
@@ -310,13 +311,9 @@ async def test_a_client_that_leaves_does_not_stop_a_change() -> None:
 
 async def test_an_operators_change_meanwhile_is_kept() -> None:
     async with two() as (router, first, second):
-        first.go.clear()
-        changing = asyncio.create_task(post(router, DISK))
-        await until(lambda: first.bodies(DISK))
-        status, answer = await put(router, second, {"disabled": True, "reason": "it is hot"})
-        assert (status, answer["worker"]["disabled_reason"]) == (200, "it is hot")
-        first.go.set()
-        await changing
+        async with changing(router, first):
+            status, answer = await put(router, second, {"disabled": True, "reason": "it is hot"})
+            assert (status, answer["worker"]["disabled_reason"]) == (200, "it is hot")
         assert await sampled(router) == {"first"}
         assert (await post(router, DISK))[0] == 200
         assert len(second.bodies(DISK)) == 2, "a disabled worker gets new weights, too"
@@ -346,7 +343,8 @@ async def test_each_worker_gets_ranks_of_its_own() -> None:
         assert status == 422
         assert "world_size: must be 7, not 3" in answer["message"]
         assert not first.bodies(INIT)
-        assert await post(router, INIT, {"group_name": "g"}) == (422, ANY_MESSAGE)
+        status, answer = await post(router, INIT, {"group_name": "g"})
+        assert (status, answer["message"][:24]) == (422, "rank_offset, world_size:")
         assert (await post(router, INIT, group | {"world_size": 7}))[0] == 200
         assert [one.bodies(INIT)[0]["rank_offset"] for one in (first, second)] == [1, 5]
         assert second.bodies(INIT) == [group | {"world_size": 7, "rank_offset": 5}]
@@ -384,14 +382,6 @@ async def test_a_dead_worker_is_no_member_of_a_group() -> None:
         assert listed(router, first)["disabled"] is None, "it did not fail: it was not there"
 
 
-class _AnyMessage:
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, dict) and "rank_offset, world_size" in other["message"]
-
-
-ANY_MESSAGE: Any = _AnyMessage()
-
-
 async def test_a_worker_that_was_dead_during_an_update_stays_out_until_it_has_it() -> None:
     async with two() as (router, first, second):
         await second.stop()
@@ -417,13 +407,9 @@ async def test_a_worker_that_is_registered_during_an_update_has_missed_it(named:
         first.answers[DISK] = (200, {"success": True, "applied": True, "weight_version": "2"})
         async with router.session.delete(f"{router.url}/workers/{worker_id(router, second)}") as answer:
             assert answer.status == 202
-        first.go.clear()
-        updating = asyncio.create_task(post(router, DISK, {"weight_version": named}))
-        await until(lambda: bool(first.bodies(DISK)))
-        await post(router, "/workers", {"url": second.url, "starting": True})
-        await until(lambda: listed(router, second)["state"] == "healthy")
-        first.go.set()
-        assert (await updating)[0] == 200
+        async with changing(router, first, body={"weight_version": named}):
+            await post(router, "/workers", {"url": second.url, "starting": True})
+            await until(lambda: listed(router, second)["state"] == "healthy")
         assert listed(router, second)["missed"] == "the update of the weights to version 2"
         assert await sampled(router) == {"first"}
         assert (await post(router, DISK))[0] == 200
@@ -526,15 +512,11 @@ async def test_requests_in_flight_outlast_a_change_in_which_their_worker_fails_i
     async with running_router(worker, hang_s=0.05) as router:
         sample = asyncio.create_task(sampled(router, 1))
         await begun.wait()
-        worker.go.clear()
-        changing = asyncio.create_task(post(router, DISK))
-        await until(lambda: worker.bodies(DISK))
-        worker.healthy = False
-        await until(lambda: listed(router, worker)["failed_probes"] >= 6)
-        worker.healthy = True
-        await until(lambda: listed(router, worker)["state"] == "healthy")
-        worker.go.set()
-        assert (await changing)[0] == 200
+        async with changing(router, worker):
+            worker.healthy = False
+            await until(lambda: listed(router, worker)["failed_probes"] >= 6)
+            worker.healthy = True
+            await until(lambda: listed(router, worker)["state"] == "healthy")
         finish.set()
         assert await sample == {"only"}
 

@@ -47,32 +47,28 @@ def reaches(pool: WorkerPool, worker: Worker, state: WorkerState) -> asyncio.Fut
     return reached
 
 
-async def test_a_server_that_refuses_is_quarantined_at_once_and_revived_when_it_is_back(pool: WorkerPool) -> None:
+@pytest.mark.parametrize("fault", ["refuses", "answers 500", "hangs"])
+async def test_a_server_that_fails_its_probes_is_quarantined_and_revived(pool: WorkerPool, fault: str) -> None:
     async with small_workers(1) as (server,):
         worker = pool.add(server.url)
-        await server.stop()
+        if fault == "refuses":
+            await server.stop()
+        server.hangs = fault == "hangs"
+        if fault == "answers 500":
+            server.answers["/health"] = (500, b"")
         gone = reaches(pool, worker, WorkerState.QUARANTINED)
-        async with prober(pool, interval_s=NEVER_S):
+        interval_s, timeout_s = (NEVER_S if fault == "refuses" else SOON_S), (SOON_S if fault == "hangs" else 60)
+        async with prober(pool, interval_s, timeout_s):
             await gone
-            assert worker.failed_probes < THRESHOLD, "a refusal needs no second probe"
-            back = reaches(pool, worker, WorkerState.HEALTHY)
-            await server.start()
-            await back
-            assert worker.failed_probes == 0
-
-
-async def test_a_server_that_answers_500_is_quarantined_after_failures_in_a_row(pool: WorkerPool) -> None:
-    async with small_workers(1) as (server,):
-        worker = pool.add(server.url)
-        server.answers["/health"] = (500, b"")
-        gone = reaches(pool, worker, WorkerState.QUARANTINED)
-        async with prober(pool):
-            await gone
-            assert len(server.got) == THRESHOLD
-            assert (server.got[0].method, server.got[0].target) == ("GET", "/health")
+            assert (worker.failed_probes < THRESHOLD) == (fault == "refuses"), "a refusal needs no second probe"
+            if fault == "hangs":
+                return
             back = reaches(pool, worker, WorkerState.HEALTHY)
             server.answers["/health"] = (204, b"")
+            if fault == "refuses":
+                await server.start()
             await back
+            assert (server.got[0].method, server.got[0].target) == ("GET", "/health")
 
 
 async def test_a_server_that_hangs_holds_up_no_other(pool: WorkerPool) -> None:
@@ -84,15 +80,6 @@ async def test_a_server_that_hangs_holds_up_no_other(pool: WorkerPool) -> None:
             await hanging.asked(1)
             await good.asked(len(good.got) + 5)
             assert len(hanging.got) == 1, "its first probe still waits"
-
-
-async def test_a_server_that_hangs_is_quarantined(pool: WorkerPool) -> None:
-    async with small_workers(1) as (server,):
-        server.hangs = True
-        worker = pool.add(server.url)
-        gone = reaches(pool, worker, WorkerState.QUARANTINED)
-        async with prober(pool, timeout_s=SOON_S):
-            await gone
 
 
 async def test_a_refused_request_asks_for_a_probe_at_once(pool: WorkerPool) -> None:

@@ -15,7 +15,17 @@ import pytest
 
 from skyrl.router.proxy import Limits
 from tests.component import router_world
-from tests.component.router_world import Exchange, FakeWorker, RunningRouter, break_off, steps, until, until_left
+from tests.component.router_world import (
+    STREAM,
+    Exchange,
+    FakeWorker,
+    RunningRouter,
+    Script,
+    break_off,
+    steps,
+    until,
+    until_left,
+)
 from tests.garbage import skyrl_garbage
 
 Start = Callable[..., AbstractAsyncContextManager[RunningRouter]]
@@ -98,7 +108,7 @@ async def test_status_headers_and_body_of_an_answer_come_back_as_sent(running_ro
 async def test_a_stream_arrives_in_the_pieces_in_which_the_worker_sends_them(running_router: Start) -> None:
     go_on = asyncio.Event()
     stream = steps(
-        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n",
+        STREAM,
         b"9\r\ndata: 1\n\n\r\n",
         go_on,
         b"9\r\ndata: 2\n\n\r\n0\r\n\r\n",
@@ -196,41 +206,31 @@ async def test_a_revived_worker_is_used_again(running_router: Start) -> None:
         assert len(dead.received) == len(alive.received) == 2
 
 
-async def test_a_request_that_a_worker_may_have_run_is_not_sent_again(running_router: Start) -> None:
-    die = steps(break_off)
-    workers = FakeWorker(die), FakeWorker(die)
+@pytest.mark.parametrize(
+    "script",
+    [
+        steps(break_off),
+        steps(b"nonsense\r\n\r\n", until_left),
+        steps(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000, until_left),
+    ],
+)
+async def test_a_request_that_a_worker_may_have_run_is_not_sent_again(running_router: Start, script: Script) -> None:
+    workers = FakeWorker(script), FakeWorker(script)
     async with running_router(*workers) as router, router.session.post(f"{router.url}/x", data=b"1") as answer:
-        assert answer.status == 502
-        error = (await answer.json())["error"]
-        assert error["code"] == "worker_interrupted"
+        assert (answer.status, (await answer.json())["error"]["code"]) == (502, "worker_interrupted")
         assert sum(len(worker.received) for worker in workers) == 1
 
 
-async def test_an_answer_that_breaks_off_is_not_completed(running_router: Start) -> None:
-    die = steps(
-        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n",
-        b"9\r\ndata: 1\n\n\r\n",
-        break_off,
-    )
-    async with running_router(FakeWorker(die)) as router, router.session.post(f"{router.url}/x", data=b"1") as answer:
-        assert await answer.content.readany() == b"data: 1\n\n"
-        with pytest.raises(aiohttp.ClientPayloadError):
-            await answer.read()
-
-
-async def test_an_answer_shorter_than_its_length_is_not_completed(running_router: Start) -> None:
-    cut = steps(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nonly this", break_off)
-    async with running_router(FakeWorker(cut)) as router:
+@pytest.mark.parametrize(
+    ("begin", "body"),
+    [(STREAM, b"9\r\ndata: 1\n\n\r\n"), (b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n", b"only this")],
+)
+async def test_an_answer_that_breaks_off_is_not_completed(running_router: Start, begin: bytes, body: bytes) -> None:
+    worker = FakeWorker(steps(begin, body, break_off))
+    async with running_router(worker) as router:
         with pytest.raises(aiohttp.ClientPayloadError):
             async with router.session.post(f"{router.url}/x", data=b"1") as answer:
                 await answer.read()
-
-
-@pytest.mark.parametrize("garbage", [b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000])
-async def test_an_answer_that_is_not_http_is_a_502(running_router: Start, garbage: bytes) -> None:
-    talk = steps(garbage, until_left)
-    async with running_router(FakeWorker(talk)) as router, router.session.post(f"{router.url}/x", data=b"1") as answer:
-        assert answer.status == 502
 
 
 async def test_an_early_answer_to_a_large_body_comes_back(running_router: Start) -> None:
@@ -293,21 +293,12 @@ async def test_requests_beyond_the_limit_wait_and_beyond_the_queue_are_refused(r
         assert await second == (200, b"2")
 
 
-async def test_a_body_beyond_the_limit_is_refused(running_router: Start) -> None:
+@pytest.mark.parametrize("most", [100, 2**21])
+async def test_a_body_beyond_the_limit_is_refused(running_router: Start, most: int) -> None:
     worker = FakeWorker()
-    async with running_router(worker, limits=Limits(body_bytes=2**21)) as router:
-        async with router.session.post(f"{router.url}/x", data=io.BytesIO(bytes(2**21))) as answer:
-            assert answer.status == 200
-        async with router.session.post(f"{router.url}/x", data=io.BytesIO(bytes(2**21 + 1))) as answer:
-            assert answer.status == 413
-    assert len(worker.received) == 1
-
-
-async def test_a_small_bound_of_bodies_holds(running_router: Start) -> None:
-    worker = FakeWorker()
-    async with running_router(worker, limits=Limits(body_bytes=100)) as router:
-        for size, status in ((100, 200), (101, 413)):
-            async with router.session.post(f"{router.url}/x", data=b"x" * size) as answer:
+    async with running_router(worker, limits=Limits(body_bytes=most)) as router:
+        for size, status in ((most, 200), (most + 1, 413)):
+            async with router.session.post(f"{router.url}/x", data=io.BytesIO(bytes(size))) as answer:
                 assert answer.status == status
     assert len(worker.received) == 1
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from skyrl.base.types.weights import AdapterVersion
 from skyrl.runtime.processes.ports import free_port
 from skyrl.runtime.processes.supervision import dies_with_parent
 from skyrl.weights import process_group
@@ -28,7 +27,7 @@ from skyrl.weights.changes_on_disk import ChangesOnDisk
 from skyrl.weights.disk import CheckpointOnDisk
 from skyrl.weights.group import NotApplied, TrainerGroup
 from skyrl.weights.process_group import Group, GroupError
-from skyrl.weights.protocol import AdapterFiles, WeightUpdate, publish, push
+from skyrl.weights.protocol import WeightUpdate, publish, push
 from skyrl.weights.shared_memory import SharedMemory
 from skyrl.weights.tensors import FLOATS, INTEGERS, Part, digest, dtype_name, in_buckets
 from skyrl.weights.workers import Workers, WorkersFailed
@@ -110,21 +109,6 @@ async def test_full_weights_keep_the_promises_of_a_medium(medium: str, workers: 
     for info in await infos(workers):
         assert info["sums"] == {"a": 36.0, "b": 15.0}
         assert info["paused"] is None
-
-
-async def test_adapter_files_keep_the_promises_of_a_medium() -> None:
-    loaded: list[AdapterVersion] = []
-
-    async def load(version: AdapterVersion) -> None:
-        loaded.append(version)
-
-    async def served() -> list[list[AdapterVersion]]:
-        return [list(loaded)]
-
-    versions = [AdapterVersion(f"m@{number}") for number in (1, 2, 3)]
-    other = AdapterVersion("other@1")
-    await check(World(AdapterFiles(load), versions, lambda version: [version], lambda _: [other], served))
-    assert loaded == [versions[0], versions[2]]
 
 
 async def infos(workers: Workers) -> list[Any]:

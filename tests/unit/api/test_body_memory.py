@@ -14,6 +14,7 @@ from starlette.types import Message, Receive
 from skyrl.api import bodies as body_memory
 from skyrl.api.bodies import CONTROL_BYTES, MEMORY_BYTES, SMALL_BYTES, SPARE_DISK_BYTES, BodyMemory, BodyReader
 from skyrl.base.wire.errors import RequestError
+from skyrl.http.shared_memory import Reservation
 
 HALF = MEMORY_BYTES // 2
 DiskUsage = namedtuple("DiskUsage", "total used free")
@@ -30,14 +31,17 @@ class Body:
 
     def __init__(self, memory: BodyMemory, size: int | None, tenant: str = "tenant") -> None:
         self.inside = False
+        self.taken: Reservation | None = None
         self._leaving = asyncio.Event()
         self.task = asyncio.create_task(self._hold_memory(memory, size, tenant))
 
     async def _hold_memory(self, memory: BodyMemory, size: int | None, tenant: str) -> None:
-        async with memory.of(request_of(size), tenant):
-            self.inside = True
-            await self._leaving.wait()
+        taken = self.taken = await memory.for_body(size, tenant)
+        self.inside = True
+        await self._leaving.wait()
         self.inside = False
+        if taken is not None:
+            taken.release()
 
     async def leave(self) -> None:
         self._leaving.set()
@@ -107,11 +111,8 @@ async def test_a_body_larger_than_the_memory_or_of_unknown_size_has_it_alone(tmp
     assert after.inside
 
 
-async def test_a_body_that_fails_or_is_cancelled_gives_its_memory_back(tmp_path: Path) -> None:
+async def test_a_body_that_is_cancelled_gives_its_memory_back(tmp_path: Path) -> None:
     memory = BodyMemory(tmp_path)
-    with pytest.raises(RuntimeError):
-        async with memory.of(request_of(MEMORY_BYTES), "tenant"):
-            raise RuntimeError
     first, cancelled, last = await bodies(memory, MEMORY_BYTES, MEMORY_BYTES, HALF)
     assert first.inside
     cancelled.task.cancel()
@@ -122,8 +123,9 @@ async def test_a_body_that_fails_or_is_cancelled_gives_its_memory_back(tmp_path:
 
 async def test_a_body_that_is_cancelled_at_the_moment_of_its_turn_gives_its_memory_back(tmp_path: Path) -> None:
     memory = BodyMemory(tmp_path)
-    async with memory.of(request_of(MEMORY_BYTES), "tenant"):
-        [cancelled] = await bodies(memory, MEMORY_BYTES)
+    first, cancelled = await bodies(memory, MEMORY_BYTES, MEMORY_BYTES)
+    assert first.taken is not None
+    first.taken.release()
     cancelled.task.cancel()  # the memory is assigned, but the task has not run since
     await settle()
     assert [body.inside for body in await bodies(memory, MEMORY_BYTES)] == [True]
@@ -134,8 +136,7 @@ async def test_large_bodies_are_refused_while_the_disk_is_full(tmp_path: Path, m
     free = DiskUsage(0, 0, SPARE_DISK_BYTES + SMALL_BYTES)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     with pytest.raises(RequestError, match="disk") as refused:
-        async with memory.of(request_of(SMALL_BYTES + 1), "tenant"):
-            raise AssertionError("the body must be refused")
+        await memory.for_body(SMALL_BYTES + 1, "tenant")
     assert refused.value.status == 503
     assert refused.value.retry_after_s
     assert [body.inside for body in await bodies(memory, SMALL_BYTES)] == [True]

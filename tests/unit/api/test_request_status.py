@@ -12,7 +12,7 @@ from skyrl.api.request_status.status import duration
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor
 from skyrl.base.types.requests import Kind
 from skyrl.sampling.retries import SampleProgress, SampleWait
-from skyrl.storage.db.commands import PendingCommand
+from skyrl.storage.db.models import PendingCommand
 
 NOW = 1_000.0
 PASS, STEP = Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP

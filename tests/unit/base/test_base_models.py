@@ -97,7 +97,12 @@ def test_the_processes_of_a_server_get_the_same_configurations(tmp_path: Path) -
 
 def test_clients_find_a_base_model_by_each_of_its_names_and_by_its_path() -> None:
     names = ByName.of(parts_of(STUDENT, TEACHER))
-    assert [names.number(name) for name in ("student", "acme/student", "acme/teacher", "acme/none")] == [0, 0, 1, None]
+    assert [names.numbers.get(name) for name in ("student", "acme/student", "acme/teacher", "acme/none")] == [
+        0,
+        0,
+        1,
+        None,
+    ]
     assert names.served == ["student", "acme/teacher"]
 
 

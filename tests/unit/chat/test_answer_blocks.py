@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skyrl.base.wire.errors import RequestError
-from skyrl.chat.dialects.dialect import AssistantDelta, Blocks, Call, Function
+from skyrl.chat.dialects.dialect import AssistantDelta, Blocks, CallPiece, Function
 
 
 def blocks_of(*pieces: AssistantDelta) -> list[tuple[str, str]]:
@@ -29,7 +29,9 @@ def blocks_of(*pieces: AssistantDelta) -> list[tuple[str, str]]:
 
 
 def call(index: int, arguments: str = "", name: str | None = None) -> AssistantDelta:
-    return AssistantDelta(tool_calls=[Call(Function(name, arguments), index, id=None if name is None else f"c{index}")])
+    return AssistantDelta(
+        tool_calls=[CallPiece(Function(name, arguments), index, id=None if name is None else f"c{index}")]
+    )
 
 
 def test_white_space_alone_is_no_block_and_none_of_a_text_is_lost() -> None:
@@ -68,13 +70,13 @@ def test_thinking_after_a_text_is_a_block_of_its_own() -> None:
 
 
 def test_calls_of_one_chunk_and_calls_without_a_function() -> None:
-    both = AssistantDelta(tool_calls=[Call(Function("add", "{"), 0), Call(Function("sub", "{}"), 1)])
-    assert blocks_of(both, AssistantDelta(tool_calls=[Call(index=1)])) == [("call", "{"), ("call", "{}")]
+    both = AssistantDelta(tool_calls=[CallPiece(Function("add", "{"), 0), CallPiece(Function("sub", "{}"), 1)])
+    assert blocks_of(both, AssistantDelta(tool_calls=[CallPiece(index=1)])) == [("call", "{"), ("call", "{}")]
 
 
 def test_a_call_without_an_id_gets_one() -> None:
     blocks = Blocks()
-    blocks.add(AssistantDelta(tool_calls=[Call(Function("add", "{}")), Call(Function("add", "{}"))]))
+    blocks.add(AssistantDelta(tool_calls=[CallPiece(Function("add", "{}")), CallPiece(Function("add", "{}"))]))
     assert len({block.call_id for block in blocks.all} - {""}) == 2
 
 

@@ -14,7 +14,7 @@ from skyrl.engine import activity as activity_module
 from skyrl.engine.activity import ActivityWatch, Holds
 from skyrl.engine.metrics import CommandMetrics, RunTimes
 from skyrl.engine.scheduler import Scheduler
-from skyrl.storage.db.commands import PendingCommand
+from skyrl.storage.db.models import PendingCommand
 
 _numbers = itertools.count(1)
 

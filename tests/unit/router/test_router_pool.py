@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from skyrl.router.policies import LeastInFlight, RequestFacts
-from skyrl.router.pool import TooManyWorkers, WorkerPool
+from skyrl.router.pool import WorkerPool
 from skyrl.router.worker import Worker, WorkerState
 
 ANY = RequestFacts()
@@ -32,21 +32,6 @@ def test_a_worker_is_registered_once_whatever_the_form_of_its_url(pool: WorkerPo
     assert worker.url == "http://host"
     assert pool.find(worker.id) is pool.find("HTTP://HOST/") is worker
     assert pool.find("no url") is None
-
-
-@pytest.mark.parametrize("urls", [("ftp://a", None), ("http://a", "nonsense"), ("", None)])
-def test_a_bad_url_registers_nothing(pool: WorkerPool, urls: tuple[str, str | None]) -> None:
-    with pytest.raises(ValueError, match="url"):
-        pool.add(*urls)
-    assert pool.workers == []
-
-
-def test_the_number_of_workers_is_bounded() -> None:
-    pool = WorkerPool(LeastInFlight(), max_workers=1)
-    pool.add("http://a")
-    pool.add("http://a")
-    with pytest.raises(TooManyWorkers):
-        pool.add("http://b")
 
 
 def test_a_request_that_outlives_its_worker_does_not_touch_the_next_one(pool: WorkerPool) -> None:

@@ -15,8 +15,8 @@ from sqlalchemy.exc import TimeoutError as NoConnectionFree
 
 from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.base.wire.errors import RequestError
-from skyrl.storage.db import commands, retention
 from skyrl.storage.db import futures as rows
+from skyrl.storage.db import models, retention
 from skyrl.storage.db.database import MAX_NAMED, Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.writer import GroupCommitWriter
@@ -110,7 +110,7 @@ async def test_a_large_body_is_recorded_once_although_it_is_repeated_meanwhile(
     ids = [request_id for request_id, _ in recorded]
     assert len(set(ids)) == 2
     assert [new for _, new in recorded].count(True) == 2
-    assert database.read(lambda c: commands.bodies(c, ids[:1])) == {ids[0]: large.body}
+    assert database.read(lambda c: models.bodies(c, ids[:1])) == {ids[0]: large.body}
     with pytest.raises(RequestError, match="another body"):
         await store.record(msgspec.structs.replace(large, id="other", body=large.body + b"y"))
     assert count(database) == 2
@@ -152,7 +152,7 @@ async def test_a_repeat_is_recorded_although_the_first_is_cancelled(database: Da
     await asyncio.sleep(0)
     first.cancel()
     request_id, _ = await repeat
-    (command,) = database.read(lambda c: commands.pending(c, [Kind.OPTIM_STEP]))
+    (command,) = database.read(lambda c: models.pending(c, [Kind.OPTIM_STEP]))
     assert command.request_id == request_id
     with pytest.raises(asyncio.CancelledError):
         await first
@@ -185,7 +185,7 @@ async def test_a_poll_gets_the_result_only_after_it_is_stored(
     stored = database.read(lambda c: rows.find(c, request_id))
     assert stored is not None
     assert stored.outcome == OK
-    body = database.read(lambda c: commands.bodies(c, [request_id]))[request_id]
+    body = database.read(lambda c: models.bodies(c, [request_id]))[request_id]
     assert body is None, "the body of an ended sample is deleted"
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer import checks
-from skyrl.trainer.adamw import NonFiniteGradient, adamw_step
+from skyrl.trainer.adamw import LARGEST, NonFiniteGradient, adamw_step
 from skyrl.trainer.lora.adapter import Adapter, Target
 from skyrl.trainer.protocol import AdamParams, DeviceFault
 from tests.failures import FailingOperation
@@ -79,8 +78,8 @@ def test_a_step_without_a_gradient_does_nothing() -> None:
 @pytest.mark.parametrize("beta", [0.0, 1 - 2**-53])
 def test_the_largest_parameters_of_a_step_do_not_end_it_in_its_middle(beta: float) -> None:
     """torch raises for factors that do not fit into float32."""
-    largest = AdamParams(checks.LARGEST, beta, beta, checks.LARGEST, weight_decay=checks.LARGEST)
-    assert adamw_step(_adapter(0, 0.5), largest)["learning_rate"] == checks.LARGEST
+    largest = AdamParams(LARGEST, beta, beta, LARGEST, weight_decay=LARGEST)
+    assert adamw_step(_adapter(0, 0.5), largest)["learning_rate"] == LARGEST
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["first", "later"])

@@ -15,8 +15,7 @@ from torch_lora_support import CONTEXT, VOCAB, base_path, make_backend, rl, sft,
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.several import base_models_of
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer.checks import loss_config
-from skyrl.trainer.losses import LOSSES
+from skyrl.trainer.losses import LOSSES, loss_config
 from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, TrainingPass
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 

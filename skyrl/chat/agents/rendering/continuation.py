@@ -14,7 +14,7 @@ messages stand for it, if both gave the same tail when the whole was rendered.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -304,7 +304,8 @@ class ContinuationTokenizer:
         if form in self._checked:
             return
         words = [word(len(chat.messages), number) for number in range(new)]
-        messages = [*chat.messages[:-new], *_with_words(chat.messages[-new:], words)]
+        named = zip(chat.messages[-new:], words, strict=True)
+        messages = [*chat.messages[:-new], *(message | {"content": each} for message, each in named)]
         tried = self.renderer.render(messages, step.setting)
         places = [tried.find(each, last) for each in words]
         if min(places) < 0:
@@ -342,10 +343,6 @@ class ContinuationTokenizer:
         answers = [at for at, message in enumerate(step.whole) if message["role"] == "assistant"]
         placed = [at for at, message in enumerate(self._placed(step.whole)) if message["role"] == "assistant"]
         return dict(zip(placed, answers, strict=True))
-
-
-def _with_words(messages: Iterable[dict[str, Any]], words: Sequence[str]) -> list[dict[str, Any]]:
-    return [message | {"content": each} for message, each in zip(messages, words, strict=True)]
 
 
 def _left_out(parts: Sequence[AnswerPart], numbers: dict[int, int]) -> _Differs:

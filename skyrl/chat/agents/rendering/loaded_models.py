@@ -160,11 +160,8 @@ def habits_of(model: ContinuationTokenizer, *, thinks: bool) -> Habits:
     tried: list[dict[str, bool]] = [{}, *({name: value} for name, value in known.items())]
     if len(known) > 1:
         tried.append(known)
-    return max((_habits(model, switches, thinks) for switches in tried), key=_rank)
-
-
-def _rank(habits: Habits) -> tuple[bool, bool]:
-    return habits.user_turns is None, habits.tool_loops is None
+    found = (_habits(model, switches, thinks) for switches in tried)
+    return max(found, key=lambda habits: (habits.user_turns is None, habits.tool_loops is None))
 
 
 def _habits(model: ContinuationTokenizer, switches: dict[str, bool], thinks: bool) -> Habits:

@@ -15,7 +15,6 @@ from skyrl.chat.dialects.messages.answer import AnthropicError, MessagesEncoder,
 from skyrl.chat.dialects.messages.conversation import (
     Counted,
     MessagesRequest,
-    OutputFormat,
     chat_choice,
     chat_messages,
     chat_tools,
@@ -39,7 +38,8 @@ def to_chat(body: bytes) -> TranslatedRequest:
     if given.stop_sequences:
         chat["stop"] = given.stop_sequences
     if given.output_config is not None and given.output_config.format is not None:
-        chat["response_format"] = _response_format(given.output_config.format)
+        shape = {"name": "answer", "schema": given.output_config.format.schema}
+        chat["response_format"] = {"type": "json_schema", "json_schema": shape}
     return TranslatedRequest(chat, MessagesEncoder(), tuple(left_out))
 
 
@@ -70,10 +70,6 @@ def _prompt(given: Counted, left_out: list[str]) -> dict[str, Any]:
     if given.mcp_servers:
         left_out.append("mcp_servers: this server connects to no MCP server")
     return chat
-
-
-def _response_format(given: OutputFormat) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given.schema}}
 
 
 __all__ = ["AnthropicError", "MessagesRequest", "error_body", "to_chat", "to_count"]
