@@ -39,7 +39,6 @@ OWN_SERVERS = frozenset(
         "tests/e2e/test_durability.py",
         "tests/e2e/test_full_finetuning.py",
         "tests/e2e/test_keys.py",
-        "tests/e2e/test_large_bodies.py",
         "tests/e2e/test_mixtures.py",
         "tests/e2e/test_postgres.py",
         "tests/e2e/test_replicas.py",

@@ -171,18 +171,6 @@ def test_storage_is_size_times_time_split_by_the_hour(database: Database) -> Non
 
 
 @ON_BOTH
-async def test_storage_is_reported_without_a_session(api: Api, database: Database) -> None:
-    now = float(bucket_of(time.time()))
-    database.write(lambda c: c.execute(insert(checkpoints), saved("a", 3 * 10**9, now - 100)))
-    for at in (now, now + 360):
-        database.write(lambda c, at=at: meter_storage(c, at))
-    (event,) = (await events(api))["data"]
-    assert event["event_info"] == {"type": "storage", "gigabyte_hours": pytest.approx(0.3)}
-    assert event["session_id"] is None
-    assert event["project_id"] is None
-
-
-@ON_BOTH
 async def test_current_storage_is_reported_by_project(api: Api, database: Database) -> None:
     model_ids = []
     for project in ("blue", None):

@@ -24,7 +24,7 @@ TASK = "Who watches the river?"
 PLACES = ["north", "south"]
 TURNS = 2
 ROOM, TEMPERATURE = 6000, 2.0
-"""As in tool_dialects.py: the tiny model fills the grammar's space between words."""
+"""As in test_agent_tools.py: the tiny model fills the grammar's space between words."""
 Arguments = dict[str, Any]
 NO_THOUGHTS = {"chat_template_kwargs": {"enable_thinking": False}}
 
