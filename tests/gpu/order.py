@@ -17,7 +17,7 @@ ORDER = (
     "test_numerics.py",
     "test_mixtures.py",
     "test_pictures.py",
-    "test_full_families.py",
+    "test_quantized.py",
     "test_shared_weights.py",
     "test_memory.py",
     "test_engine.py",  # starts processes: the longest
