@@ -137,7 +137,7 @@ def _run(
         cpus.append(time.process_time() - used)
         sent = dict(_sent)
         loss = sum(piece.tally.loss for of_pass in pieces.values() for piece in of_pass)
-    adapter = len(made.export("m", False).weights)
+    adapter = sum(len(array) for array in made.export("m", False)[0] if array is not None)
     peak = peak_resident_mb(os.getpid())
     memory = made.memory()
     mb = {name: count / MB for name, count in sent.items()}

@@ -63,7 +63,8 @@ def render() -> str:
 def _found(given: str | tuple[str | None, str | None] | None) -> tuple[str | None, str | None, bool]:
     if isinstance(given, str):
         return MODELS[given].calls, MODELS[given].thoughts, MODELS[given].read
-    return *(given or (None, None)), False
+    calls, thoughts = given or (None, None)
+    return calls, thoughts, False
 
 
 def _lists(rows: list[tuple[str, str | None, str | None, bool]]) -> str:

@@ -5,19 +5,14 @@ the measured time of a run includes no imports: a run of two steps goes before t
 from __future__ import annotations
 
 import multiprocessing
-import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import tinker
-
-from skyrl.base.tiny.corpus import TASKS
-from skyrl.cli.demo.rl import Settings, Step, train
+from skyrl.cli.demo.rl import Settings, Step
+from skyrl.cli.demo.tenant import live
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -60,9 +55,14 @@ class Tenant:
         self.name = name
         self._log = log_dir / f"tenant-{name}.log"
         self._pipe, theirs = SPAWN.Pipe()
-        self._process = SPAWN.Process(target=_live, args=(theirs, task, f"tml-demo-{name}", self._log))
+        self._process = SPAWN.Process(target=live, args=(theirs, task, f"tml-demo-{name}", self._log))
         self._process.start()
         theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
 
     def wait_up(self) -> None:
         """Wait until the process has done its imports."""
@@ -95,20 +95,3 @@ class Tenant:
         self._process.join(10)
         self.kill()
         self._process.join()
-
-
-def _live(pipe: Connection, task: str, key: str, log: Path) -> None:
-    """The process: for each order a Step after every step, and the run's seconds, until the other end is closed."""
-    os.setsid()
-    with log.open("ab") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    os.environ["TINKER_API_KEY"] = key
-    pipe.send("up")
-    with suppress(EOFError):
-        while True:
-            base_url, base_model, settings = pipe.recv()
-            with tinker.ServiceClient(base_url=base_url) as service:
-                began = time.perf_counter()
-                train(service, base_model, TASKS[task], settings, pipe.send)
-                pipe.send(time.perf_counter() - began)
