@@ -51,7 +51,7 @@ class World:
             served(self.model, directory / "first"), self._join, torch.device("cpu"), {"tp_rank": 0}, 0, lambda: None
         )
 
-    def _join(self, **arguments: Any) -> Any:
+    def _join(self, **arguments: Any) -> FakeGroup:
         if arguments["address"] == "nowhere":
             raise RuntimeError("nobody answers")
         return self.groups.setdefault(arguments["name"], FakeGroup())

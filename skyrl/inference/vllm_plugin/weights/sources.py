@@ -7,10 +7,10 @@ stages tensors in the worker's staging area, in a job.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,9 +19,6 @@ from skyrl.inference.vllm_plugin.weights.jobs import Job, Jobs, Stages, WeightsE
 from skyrl.inference.vllm_plugin.weights.model import ServedModel
 from skyrl.inference.vllm_plugin.weights.staging import Needed, Staged, StagingArea, elements, named, plan_of
 from skyrl.weights.segments import SegmentError, opened
-
-if TYPE_CHECKING:
-    from skyrl.weights.process_group import Group
 
 SOURCE = "disk"
 
@@ -158,7 +155,18 @@ MOST_GROUPS = 8
 """Of trainers that ended without a word, a group is left each time."""
 
 
-Join = Callable[..., "Group"]
+class Group(Protocol):
+    """A torch.distributed group of a trainer (rank 0) and all workers."""
+
+    def broadcast_each(self, tensors: Iterable[torch.Tensor]) -> Generator[torch.Tensor]:
+        """Fill each tensor with rank 0's next one, and give it when its values are there; tensors are taken ahead.
+        Raises RuntimeError when the group fails or its time is over. When this ends, no tensor is filled any more."""
+        ...
+
+    def close(self) -> None: ...
+
+
+Join = Callable[..., Group]
 
 
 class Groups:
