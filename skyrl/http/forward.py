@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from skyrl.http.admin_key import FORWARDING
 from skyrl.http.client import AnswerStream
 from skyrl.http.connection import HeaderList
 from skyrl.http.messages import Send
@@ -85,9 +86,9 @@ class RequestHead(NamedTuple):
             elif name == _SESSION_KEY:
                 session_key = value
             lines += (name, b": ", value, b"\r\n")
-        if listed:  # `Connection: x-foo` says that x-foo is for this connection alone
+        if listed:  # `Connection: x-foo` says that x-foo is for this connection alone; marks of proxies stay
             kept = [header for header in headers if header[0] != b"connection"]
-            return cls.of([header for header in kept if header[0] not in listed - OWN_HEADERS])
+            return cls.of([header for header in kept if header[0] not in listed - OWN_HEADERS - FORWARDING])
         key = smg_key or session_key
         return cls(b"".join(lines), length, has_body, key.decode("latin-1") if key else None)
 

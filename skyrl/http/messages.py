@@ -115,12 +115,12 @@ class WhileConnected:
             self._working.cancel()
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._watching.remove_done_callback(self._on_left)
+        working, self._working = self._working, None  # an `_on_left` that is scheduled already then does nothing
         if not self._watching.done():
             self._watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watching
-        elif kind is asyncio.CancelledError and self._left and self._working and self._working.uncancel() <= 0:
+        elif kind is asyncio.CancelledError and self._left and working and working.uncancel() <= 0:
             self._watching.result()
             raise ClientLeft from None
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl.http.connection import HeaderList
-from skyrl.http.messages import Reply, fields_of, json_reply
+from skyrl.http.messages import Body, Reply, fields_of, json_reply
 from skyrl.router.broadcast import RETRY_AFTER, Outcome, SharedRequest
 from skyrl.router.messages import error_reply, not_allowed
 from skyrl.router.pool import WorkerPool
@@ -69,7 +69,7 @@ class AdminRoutes:
     update_s: float
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def answer(self, method: str, path: str, query: bytes, headers: HeaderList, body: bytes) -> Reply:
+    async def answer(self, method: str, path: str, query: bytes, headers: HeaderList, body: Body) -> Reply:
         """`path` is one of `ADMIN_METHODS` or `VERSION_PATHS`."""
         if (refused := not_allowed(method, ADMIN_METHODS.get(path, _BOTH))) is not None:
             return refused
@@ -77,7 +77,7 @@ class AdminRoutes:
             hint = f"tensors cannot be handed over between processes: use {_GROUP} or {_DISK}"
             return json_reply(501, {"error": {"message": hint, "code": "not_implemented"}})
         timeout_s = LOOK_S if path in VERSION_PATHS else self.update_s
-        request = SharedRequest(self.fetch, method, path, query, headers, body, timeout_s)
+        request = SharedRequest(self.fetch, method, path, query, headers, await body.collect(), timeout_s)
         if path in VERSION_PATHS:
             return await self._versions(path, request)
         if path not in _LOCKED:

@@ -128,10 +128,12 @@ class RouterApp:
             return Reply(200, [(b"content-type", CONTENT_TYPE.encode())], await self.published.answer())
         if is_registration(path):
             raw_path = (scope.get("raw_path") or path.encode()).decode("latin-1")
+            if not raw_path.startswith("/workers/"):
+                raw_path = path
             body = await Body(receive, CONTROL_BODY_BYTES).collect()
             return self.registration.answer(method, raw_path, query, body)
         if path in ADMIN_METHODS or path in VERSION_PATHS:
-            body = await Body(receive, self.max_body_bytes).collect()
+            body = Body(receive, self.max_body_bytes)
             return await self.admin.answer(method, path, query, scope["headers"], body)
         return None
 

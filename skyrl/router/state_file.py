@@ -7,6 +7,7 @@ its registration still waits. Write errors are logged: a router without a disk g
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from contextlib import suppress
@@ -67,7 +68,7 @@ class StateFile:
         except FileNotFoundError:
             return
         try:
-            for kept in msgspec.json.decode(content, type=_Registered).workers:
+            for kept in msgspec.convert(json.loads(content), _Registered).workers:
                 worker = self._pool.add(kept.url, kept.completions_url, kept.worker_type, kept.labels)
                 self._pool.set_service(worker, disabled=kept.disabled, is_dead=kept.is_dead)
                 self._pool.set_missed(worker, kept.missed)
@@ -105,7 +106,7 @@ class StateFile:
 
     def _content(self) -> bytes:
         kept = [worker for worker in self._pool.workers if worker.state is not WorkerState.DRAINING]
-        return msgspec.json.format(msgspec.json.encode(_Registered(2, [*map(_Kept.of, kept)])), indent=1)
+        return json.dumps(msgspec.to_builtins(_Registered(2, [*map(_Kept.of, kept)])), indent=1).encode()
 
     def _write(self, content: bytes) -> bool:
         temporary = self.path.with_suffix(".tmp")

@@ -164,7 +164,6 @@ SAMPLING = frozenset(
 async def pass_through(call: Call, vllm: Vllm, in_flight: InFlight, answers: OpenaiAnswers) -> None:
     """Requests that sample wait while generation is paused. Raises ClientLeft, and SidecarError if nothing has been
     answered yet."""
-    started = time.monotonic()
     samples = call.method == "POST" and call.path in SAMPLING
     request = None
     if samples and (call.path in OF_VLLM or call.path == INVOCATIONS):
@@ -182,6 +181,7 @@ async def pass_through(call: Call, vllm: Vllm, in_flight: InFlight, answers: Ope
             length = len(content) if head.has_body or content else None
         raw_path: bytes = call.scope.get("raw_path") or call.path.encode()
         target = b"%s?%s" % (raw_path, call.query) if call.query else raw_path
+        started = time.monotonic()
         with closing(await vllm.open(call.method, target, head.lines, content, length)) as response:
             try:
                 await _answer(call, response, request, vllm, answers, started)

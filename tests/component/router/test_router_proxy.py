@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from skyrl.router.proxy import Limits
 from tests.component import router_world
@@ -312,6 +313,14 @@ async def test_requests_at_a_worker_that_hangs_are_broken_off(running_router: St
         answer = await asking
         assert answer.status == 502
         assert (await answer.json())["error"]["code"] == "worker_interrupted"
+
+
+@pytest.mark.parametrize("path", ["/%68ealth", "/list%5Fworkers"])
+async def test_a_route_of_its_own_is_found_under_an_encoded_name(path: str, running_router: Start) -> None:
+    async with running_router(FakeWorker()) as router:
+        async with router.session.get(URL(router.url + path, encoded=True)) as answer:
+            assert answer.status == 200
+        assert router.app.counts["internal_errors"] == 0
 
 
 async def test_with_a_key_only_health_is_open(running_router: Start) -> None:

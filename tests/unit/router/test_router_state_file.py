@@ -38,8 +38,9 @@ def loaded(directory: Path) -> WorkerPool:
 
 
 async def test_workers_are_known_after_a_restart(tmp_path: Path) -> None:
+    labels = {"zone": 1, "name": "\ud800"}  # json.loads gives such strings, and a request may have them
     async with written(tmp_path) as pool:
-        pool.add("http://b", "http://b:1", labels={"zone": 1})
+        pool.add("http://b", "http://b:1", labels=labels)
         pool.add("http://a")
         pool.add("http://gone")
         draining = pool.add("http://draining")
@@ -49,7 +50,7 @@ async def test_workers_are_known_after_a_restart(tmp_path: Path) -> None:
         pool.refused(pool.add("http://a"))
     workers = loaded(tmp_path).workers
     assert [(worker.url, worker.completions_url, worker.labels, worker.state) for worker in workers] == [
-        ("http://b", "http://b:1", {"zone": 1}, WorkerState.HEALTHY),
+        ("http://b", "http://b:1", labels, WorkerState.HEALTHY),
         ("http://a", None, {}, WorkerState.HEALTHY),
     ]
 
