@@ -390,6 +390,22 @@ def test_point_14_clients_send_tml_keys_or_tokens(server: DemoServer) -> None:
     assert mine < tokens
 
 
+def test_a_client_identifies_itself_and_works_with_tokens(server: DemoServer, proxy: FaultProxy) -> None:
+    """Point 14, where the server tells clients to send tokens."""
+    proxy.always("/client/config", edited(lambda config: config | {"pjwt_auth_enabled": True}))
+    me = tinker.RestClient(base_url=proxy.url, api_key="tml-me").whoami().result()
+    assert me.user_urn.startswith("tml:user:")
+    assert me.org_urn.startswith("tml:organization:")
+    assert me.email is None
+    with tinker.ServiceClient(base_url=proxy.url, api_key="tml-me") as client:
+        assert len(greedy(client.create_sampling_client(base_model="tiny").result(), [5], 5)) == 5
+        session = proxy.seen("/create_session")[-1].answers[0].json()["session_id"]
+        by_key = tinker.RestClient(base_url=server.url, api_key="tml-me")
+        assert session in by_key.list_sessions().result().sessions, "the token stands for the key's tenant"
+    assert {call.headers["X-API-Key"][:3] for call in proxy.seen("/asample")} == {"eyJ"}
+    assert len(proxy.seen("/auth/token")) == 2, "one token request per client"
+
+
 def test_point_15_request_ids_are_strings(raw: HttpClient) -> None:
     model = raw.model()
     of_model = {"model_id": model}

@@ -139,6 +139,20 @@ async def test_a_turn_that_is_complete_when_its_session_ends_is_in_the_trajector
         assert (await agent.get("/turns"))["rows"] == turns
 
 
+async def test_a_lost_answer_is_given_again_after_the_end_of_the_session(server: Server) -> None:
+    agent = await server.agent(limits={"turns": 1})
+    first = await agent.ask(CHAT, messages=TASK)
+    assert (await agent.ask(CHAT, messages=[user("And at night?")])).status_code == 403
+    assert (await agent.get())["end_reason"] == "turns"
+    retried = {"Authorization": f"Bearer {agent.key}", "x-stainless-retry-count": "1"}
+    body = {"model": "any", "max_tokens": 9, "messages": TASK}
+    again = await agent.http.post(CHAT, json=body, headers=retried)
+    assert again.status_code == 200, again.text
+    message = first.json()["choices"][0]["message"]
+    assert again.json()["choices"][0]["message"] == message
+    assert len(server.vllm.answers) == 1
+
+
 async def left(agent: Agent) -> str:
     """The first part of a streamed answer, after which the client closes its connection."""
     body = {"model": "any", "max_tokens": 9, "messages": TASK, "stream": True}

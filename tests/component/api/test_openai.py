@@ -36,6 +36,7 @@ from skyrl.api.table import BodyMemoryHook
 from skyrl.base.tiny import tools
 from skyrl.inference import features
 from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
+from skyrl.storage.db import keys
 from skyrl.storage.db import quotas as quota_rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
@@ -399,6 +400,13 @@ async def test_errors_that_no_handler_makes_have_openais_shape_too(
         broken = await ask(api, PROMPT | {"model": PATH})
         assert refusal(broken) == (500, None, None)
         assert "secret" not in broken.text
+
+
+async def test_a_key_without_the_scope_is_refused_in_openais_shape(serve: Serve, database: Database) -> None:
+    text, _ = database.write(lambda c: keys.create(c, tenant=None, name="k", scopes=("train",), expires_at=None))
+    async with serve(api_keys="managed") as api:
+        refused = await ask(api, PROMPT, **{"X-API-Key": text})
+    assert refusal(refused) == (403, None, "insufficient_permissions")
 
 
 async def test_a_server_that_colocates_says_that_it_serves_no_completions(serve: Serve) -> None:

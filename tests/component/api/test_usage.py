@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -105,6 +105,27 @@ async def test_usage_of_samples_counts_the_tokens_sent_and_received(api: Api, up
     assert session_of(theirs) not in usage_events["sessions"]
 
 
+async def test_a_usage_event_names_tenant_and_time_and_no_price(api: Api) -> None:
+    made = await api.post("create_session", {"user_metadata": {"run": 7}, "project_id": "blue"})
+    session = made.json()["session_id"]
+    wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+    sampler = (await api.post("create_sampling_session", wanted)).json()["sampling_session_id"]
+    before = time.time()
+    await api.result((await api.sample(sampler, 0))["request_id"])
+    said = await events(api)
+    assert said["sessions"] == {session: {"user_metadata": {"run": "7"}}}
+    assert len(said["data"]) == 2
+    for event in said["data"]:
+        start = datetime.fromisoformat(event["bucket_start"])
+        assert start.timestamp() in (bucket_of(before), bucket_of(time.time()))
+        assert datetime.fromisoformat(event["bucket_end"]) - start == timedelta(hours=1)
+        named = {"base_model": BASE, "user_id": user_urn(TENANT), "session_id": session, "project_id": "blue"}
+        assert named.items() <= event.items()
+        assert not [name for name in event if "cost" in name or "rate" in name]
+    counts = [event["event_info"]["token_count"] for event in said["data"]]
+    assert counts == sorted(counts, reverse=True)
+
+
 @ON_BOTH
 async def test_counts_survive_a_restart_and_go_on(serve: Serve) -> None:
     async with serve() as api:
@@ -168,6 +189,17 @@ def test_storage_is_size_times_time_split_by_the_hour(database: Database) -> Non
     assert hours == [bucket_of(start), bucket_of(start) + HOUR_S]
     # First hour: 30 min of 1 GB, 15 min of 4 GB, 30 min of 1 GB; second: 60 min of 5 GB.
     assert [row.amount for row in found] == pytest.approx([0.5 + 1.0 + 0.5, 5.0])
+
+
+async def test_storage_is_reported_without_a_session(api: Api, database: Database) -> None:
+    now = float(bucket_of(time.time()))
+    database.write(lambda c: c.execute(insert(checkpoints), saved("a", 3 * 10**9, now - 100)))
+    for at in (now, now + 360):
+        database.write(lambda c, at=at: meter_storage(c, at))
+    (event,) = (await events(api))["data"]
+    assert event["event_info"] == {"type": "storage", "gigabyte_hours": pytest.approx(0.3)}
+    assert event["session_id"] is None
+    assert event["project_id"] is None
 
 
 @ON_BOTH

@@ -231,6 +231,32 @@ async def test_a_session_that_ends_while_its_model_is_restored_frees_the_model(
     assert len(list(harness.config.snapshots_dir.glob("*/*"))) == 1
 
 
+@pytest.mark.parametrize("interval_s", [1e-9, 1e9], ids=["snapshots", "no snapshots"])
+async def test_an_engine_that_stops_while_it_repeats_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval_s: float
+) -> None:
+    """With snapshots after steps, the next engine repeats what comes behind the last step that was repeated."""
+    async with harness_in(tmp_path / "state") as harness:
+        await harness.start()
+        trainer, other = await Trainer.create(harness), await Trainer.create(harness, seed=2)
+        await steps(trainer, 1, 2)
+        await other.step(1)
+        before = await trainer.state()
+    async with harness_in(tmp_path / "state", snapshot_interval_s=interval_s) as harness:
+        trainer, other = (Trainer(harness, t.session, t.model_id, t.seq_id) for t in (trainer, other))
+        slow = SlowRepeats(trainer)
+        async with restarted(harness, monkeypatch, slow):
+            slow.allowed.release(5)
+            await until(lambda: slow.begun == 5)
+            await harness.stop()
+            slow.allowed.release(100)
+        assert harness.model_row(trainer.model_id).next_seq == (4 if interval_s < 1 else 0)
+        assert harness.model_row(other.model_id).next_seq == 4
+        await harness.start()
+        assert await trainer.state() == before
+        assert (await trainer.step(3))["optimizer_step"] == 3
+
+
 async def test_a_suspect_runs_beside_no_command_that_is_repeated(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

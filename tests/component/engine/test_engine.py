@@ -17,7 +17,7 @@ from sqlalchemy import delete, update
 
 from skyrl.base.types.requests import SAVES, Kind
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.engine import sweeping
+from skyrl.engine import loop, sweeping
 from skyrl.storage.checkpoint_store.directories import safe_name, scratch_in
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db import retention
@@ -389,6 +389,17 @@ async def test_the_sweep_keeps_files_being_written_and_deletes_those_of_dead_eng
     await harness.sweep()
     assert [path.exists() for path in ours] == [True] * 3
     assert [path.exists() for path in dead] == [False] * 4
+
+
+async def test_the_engine_finds_a_command_whose_ring_was_lost(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "SAFETY_POLL_S", 0.05)
+    harness.engine.ring([SESSIONS])  # the next poll is due at once, and not after the time that was set before
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    monkeypatch.setattr(harness.engine, "ring", lambda *_: None)
+    assert (await trainer.step(2))["optimizer_step"] == 2
 
 
 async def test_sessions_end_on_a_server_that_is_never_idle(harness: Harness) -> None:

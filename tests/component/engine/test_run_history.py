@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine_harness import Harness, Trainer, data
-from sqlalchemy import update
+from sqlalchemy import func, select, update
 
 from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import LoraSpec
@@ -19,6 +19,7 @@ from skyrl.storage.db.models import Model, add_model
 from skyrl.storage.db.retention import Retention
 from skyrl.storage.db.run_steps import Curves, Step, StepSums, add_passes, end_step, history
 from skyrl.storage.db.sessions import Sessions
+from skyrl.storage.db.usage import usage
 from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_BOTH
 
@@ -155,6 +156,8 @@ async def test_a_step_counts_once_through_a_kill_and_a_recovery(harness: Harness
     assert (last.step, last.tokens) == (3, 9 + 14)
     assert last.loss == pytest.approx(metrics["loss:sum"] / metrics["weights:sum"])
     assert harness.model_row(trainer.model_id).steps == 3
+    used = harness.database.read(lambda c: c.execute(select(func.sum(usage.c.amount))).scalar_one())
+    assert used == 2 * (9 + 14 + 12) + 9 + 14, "the tokens of no command are counted again"
 
 
 async def test_a_failed_step_is_no_step(harness: Harness) -> None:
