@@ -162,6 +162,23 @@ def test_the_adapters_of_these_tests_differ_much(models: dict[str, Model], promp
     assert min(np.abs(a - b).max() for i, a in enumerate(scores) for b in scores[:i]) > 0.5
 
 
+def test_sequences_and_prompt_values_of_one_request_are_independent(base: Model, prompt: list[int]) -> None:
+    """The values for the prompt do not depend on `num_samples`, and the sequences do not depend on the values requested
+    for the prompt."""
+    params = {"max_tokens": 12, "seed": 11}
+    targets = dense(random_ids(len(prompt) - 1, 2))
+    asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 5, "prompt_alt_tokens_k": 3}
+    both = base.sample(prompt, 4, params, target_prompt_logprobs=targets, **asked)
+    one = base.sample(prompt, 1, params, target_prompt_logprobs=targets, **asked)
+    alone = base.sample(prompt, 4, params)
+    assert [each.stop_reason for each in both.sequences] == [each.stop_reason for each in alone.sequences]
+    found, of_one, of_alone = numbers(both), numbers(one), numbers(alone)
+    assert {"tokens 3", "prompt", "prompt topk", "targets", "drawn", "drawn logprobs"} <= found.keys()
+    assert of_one.keys() | of_alone.keys() == found.keys()
+    for key, value in [*of_one.items(), *of_alone.items()]:
+        np.testing.assert_allclose(found[key], value, rtol=0, atol=ATOL, err_msg=key)
+
+
 def test_targets_are_returned_in_the_layout_of_the_request(base: Model, prompt: list[int]) -> None:
     ids = np.full((len(prompt) - 1, 40), -1)
     ids[3, 7], ids[-1, :] = 11, np.arange(40)

@@ -470,8 +470,9 @@ async def test_a_stopping_sidecar_answers_what_is_in_flight() -> None:
     ("sample", "options", "path", "body", "status"),
     [
         (completion(choice([8])), {"max_body_bytes": 1000}, "/generate", b" " * 1001, 413),
+        (completion(choice([8] * 500)), {}, "/generate", b'{"input_ids":[5,6,7]}', 200),
         (completion(choice([8] * 500)), {"max_answer_bytes": 1000}, "/generate", b'{"input_ids":[5,6,7]}', 502),
-        (completion(choice([8]), prompt_tokens=4), {}, "/generate", b'{"input_ids":[5,6,7]}', 502),
+        (completion(choice([8] * 500), prompt_tokens=4), {}, "/generate", b'{"input_ids":[5,6,7]}', 502),
         ({}, {}, "/remove_worker?url=http://x", b"", 200),
     ],
 )

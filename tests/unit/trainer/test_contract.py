@@ -416,16 +416,20 @@ def test_memory_that_runs_out_where_ranks_agree_changes_nothing_on_any(case: Cas
     before = case.state(tmp_path / "ran")
     assert run_short(lambda: case.backend.optim_step("m", STEP)) == 2, "the norm, and the step"
     before = case.state(tmp_path / "stepped")
-    ends = [before]
+    stepped = before
     for name, save in (("state", case.backend.save_state), ("model", case.backend.save_adapter)):
         (directory := tmp_path / name).mkdir()
         assert (run_short(lambda save=save, to=directory: save("m", to)) > 0) == case.kind.is_full
+    ok(case.backend.run(learning))
+    case.backend.optim_step("m", STEP)
+    before = case.state(tmp_path / "later")
     assert run_short(lambda: case.backend.load_state("m", tmp_path / "state", optimizer=True)) >= 1
+    assert_same(case.state(tmp_path / "loaded"), stepped)
     case.backend.delete_model("m")
     case.create()
     ok(case.backend.run(learning))
     case.backend.optim_step("m", STEP)
-    assert_same(case.state(tmp_path / "undisturbed"), ends[0])
+    assert_same(case.state(tmp_path / "undisturbed"), stepped)
 
 
 def test_a_model_that_is_deleted_while_it_is_saved_fails_the_save_alone(

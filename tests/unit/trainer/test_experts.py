@@ -23,6 +23,7 @@ from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.ranks.lora_rank import ExpertRank, LoraRank
 from tests.families import MIXTURES, make_family
 from tests.local_ranks import rank_of
+from tests.quantized import MXFP4, mxfp4, quantize
 
 LENGTHS = (7, 31, 1, 18)
 SETTING = "policy.model.lora.train_mlp_of_mixtures"
@@ -255,6 +256,12 @@ def test_every_family_of_mixtures_can_be_divided(
     others = divided(3, **options, **GATHERING) if divides_sequences else divided(1, path=path)
     found = _state(divided(3, **options), tmp_path / "divided", *lengths)
     assert_close(found, _state(others, tmp_path / "other", *lengths), 1e-4)
+
+
+def test_ranks_read_their_experts_of_a_quantized_release(tmp_path: Path, divided: Make) -> None:
+    path = quantize(make_family("gpt-oss", tmp_path), tmp_path / "release", MXFP4, mxfp4)
+    one, ranks = (_state(divided(count, path=path), tmp_path / str(count), (9, 30, 4)) for count in (1, 2))
+    assert_close(ranks, one, EXPERTS.tolerance)
 
 
 def test_experts_are_divided_only_over_ranks_that_train_adapters() -> None:

@@ -20,9 +20,11 @@ from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue
 from skyrl.trainer.passes import pass_run as running_module
 from skyrl.trainer.passes.pass_run import MicroBatchItem
 from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
+from skyrl.trainer.ranks import lora_backend
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.rows import prefixes
 from skyrl.trainer.rows.prefixes import prefix_tree
+from tests.local_ranks import rank_of
 
 BATCH = sorted(grpo(1, 3, 4, 30), key=lambda datum: datum.tokens.tolist())
 """Three groups of four samples, one after the other."""
@@ -224,3 +226,20 @@ def test_passes_run_apart_if_there_is_no_memory_for_what_joins_them(
     results = ok(backend.run([train("b", sft(1, 20)), *passes]))
     assert asked
     _assert_close_to_alone(results[1:], backend, passes, tmp_path)
+
+
+def test_passes_share_a_micro_batch_on_a_cpu_only_up_to_a_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_backend, "SHARED_ROWS_ON_CPU", 64)
+    backend, ran = make_backend(merge=True), list[list[int]]()
+    for model_id in "abcd":
+        backend.create_model(model_id, spec())
+    packed: Any = rank_of(backend).base.packed
+    inner = packed.forward
+
+    def seen(pieces: Any, *arguments: Any) -> Any:
+        ran.append([each.stop - each.start for each in pieces])
+        return inner(pieces, *arguments)
+
+    monkeypatch.setattr(packed, "forward", seen)
+    ok(backend.run([train(name, sft(1, size)) for name, size in zip("abcd", (30, 30, 100, 20), strict=True)]))
+    assert ran == [[30, 30], [100], [20]]

@@ -146,6 +146,7 @@ def test_logprobs_and_gradients_equal_autograd_on_merged_weights(tmp_path: Path,
     parameters = _merged(stock, adapter, leaves)
     routing = Routing(routers_of(stock))
     (result,) = ok(backend.run([train("m", data, "importance_sampling")]))
+    assert result.metrics["computed_tokens:sum"] < result.metrics["num_tokens:sum"]
     loss, largest = torch.zeros((), dtype=torch.float64), 0.0
     for datum, logprobs in zip(data, result.logprobs, strict=True):
         _follow(routing, datum)

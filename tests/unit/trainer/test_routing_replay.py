@@ -11,7 +11,7 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 from torch import Tensor, nn
-from torch_lora_support import base_path, grpo, make_backend, make_full, ok, saved, sft, spec, stock_logprobs, train
+from torch_lora_support import base_path, grpo, make_backend, make_full, ok, rl, saved, sft, spec, stock_logprobs, train
 from transformers import AutoModelForCausalLM
 
 from skyrl.base.pictures.vision import NoVision
@@ -19,6 +19,7 @@ from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.engine.execution import PassPictures, run_passes
 from skyrl.trainer.experts.routing import own_experts
+from skyrl.trainer.losses import LOSSES
 from skyrl.trainer.protocol import Datum, InvalidRequest, Mixture, PassResult, TrainingPass
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.rows.prefixes import experts_of, prefix_tree
@@ -135,6 +136,16 @@ def test_tokens_without_a_record_are_routed_freely() -> None:
     one_layer = experts.copy()
     one_layer[:, 1] = -1
     assert np.abs(_forward(backend, [_with(datum, one_layer)]).logprobs[0] - replayed).max() > 1e-3
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES)
+def test_every_loss_takes_routed_experts(loss_fn: str) -> None:
+    data = rl(1, 12) if loss_fn != "cross_entropy" else sft(1, 12)
+    if loss_fn == "gspo":
+        data[0].loss_inputs["sequence_ratio_mask"] = (data[0].loss_inputs["advantages"] != 0).astype(F32)
+    replaying = [_with(data[0], _random_experts(1, 12))]
+    free, replayed = ok(_backend().run([train("m", each, loss_fn) for each in (data, replaying)]))
+    assert np.abs(free.logprobs[0] - replayed.logprobs[0]).max() > 1e-3
 
 
 def test_full_fine_tuning_replays_the_routing() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch_lora_support import VOCAB, assert_close, cut, files_saved, grpo, make_backend, ok, rl, sft, spec, train
+from torch_lora_support import VOCAB, assert_close, cut, files_saved, grpo, ok, rl, sft, train
 from trainer_kinds import FULL, LORA, STEP, Kind
 
 from skyrl.trainer.losses import LOSSES
@@ -175,12 +175,14 @@ def test_work_that_is_saved_changes_no_number(
     assert_close(state, of_whole, 5e-5)
 
 
-@pytest.mark.parametrize("merge", [False, True])
-def test_rows_of_groups_without_advantage_have_no_graph(merge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "merge"), [(LORA, False), (LORA, True), (FULL, False)], ids=str)
+def test_rows_of_groups_without_advantage_have_no_graph(
+    kind: Kind, merge: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pass_run, "SAVED_ON_CPU", 1)
     ran: list[tuple[int, bool]] = []
-    backend = make_backend(merge=merge)
-    backend.create_model("m", spec())
+    backend = kind.backend(micro_batch_tokens=4096, merge_passes=merge)
+    backend.create_model("m", kind.model)
     inner: Any = rank_of(backend).base.packed.forward
 
     def seen(packed: Any, *arguments: Any) -> Any:
