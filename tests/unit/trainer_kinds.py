@@ -57,7 +57,8 @@ def _raising(lp: Tensor, inputs: LossInputs, config: object) -> LossValue:
 
 
 class Faults:
-    """On the last rank the loss dro cannot be computed, and memory lacks when the rank is told so."""
+    """On the last rank the loss dro cannot be computed, and memory lacks when the rank is told so. Each rank counts the
+    calls of decoder layers in backwards."""
 
     _modules: tuple[Any, ...] = (rank_module, lora_rank, full_rank)
 
@@ -75,6 +76,20 @@ class Faults:
         finds some. Returns whether an action that lacks memory was still to come."""
         was, self._left = self._left, after
         return was is not None
+
+    def load(self) -> Any:
+        facts = super().load()  # type: ignore[misc]
+        self._recomputed = 0
+        packed: Any = self.base.packed  # type: ignore[attr-defined]
+        for layer in packed.decoder_layers:
+            layer.register_forward_pre_hook(self._count)
+        return facts
+
+    def _count(self, *_: Any) -> None:
+        self._recomputed += torch._C._current_graph_task_id() != -1  # that of the backward that runs
+
+    def recomputed(self) -> int:
+        return self._recomputed
 
     def leave(self) -> None:
         super().leave()  # type: ignore[misc]

@@ -188,8 +188,9 @@ def test_other_models_settings_and_numbers_of_ranks_give_the_numbers_of_one_devi
     ids=str,
 )
 def test_recomputed_layers_change_no_bit(tmp_path: Path, kind: Kind, ranks: int, learned_with: LearnedWith) -> None:
-    backend = kind.backend(ranks, gradient_checkpointing=True)
+    backend = kind.backend(ranks, gradient_checkpointing=True, faulty=True)
     assert_same_runs(learn(kind, backend, tmp_path / "state"), learned_with(kind, ranks).run)
+    assert all(backend.group.call("recomputed"))
     backend.close()
 
 
