@@ -135,7 +135,7 @@ async def test_a_process_hears_of_an_end_without_reading_the_database(
     database: Database,
 ) -> None:
     if database.is_sqlite:
-        pytest.skip("SQLite tells nobody; make test-postgres runs it")
+        pytest.skip("SQLite tells nobody; the case on PostgreSQL runs")
     monkeypatch.setattr(skyrl.api.server, "SAFETY_POLL_S", NEVER_S)
     go = asyncio.Event()
     upstream.default = after(go, complete())
@@ -164,7 +164,7 @@ async def test_a_sample_is_recorded_while_another_process_commits(
     two: tuple[Api, Api], upstream: FakeUpstream, database: Database
 ) -> None:
     if database.is_sqlite:
-        pytest.skip("SQLite has one writer at a time; make test-postgres runs it")
+        pytest.skip("SQLite has one writer at a time; the case on PostgreSQL runs")
     first, _ = two
     go = asyncio.Event()
     upstream.default = after(go, complete())

@@ -182,20 +182,6 @@ async def test_a_save_that_was_written_but_not_recorded_is_repeated(
         assert [path.name for path in directory.parent.iterdir()] == [directory.name]
 
 
-async def test_recovery_does_not_retry_a_step_that_failed_by_its_gradient(harness: Harness) -> None:
-    """The client was told that the step failed and dropped the gradient. The repetition must not try the step again,
-    even if the step would succeed now."""
-    trainer = await Trainer.create(harness)
-    new = await trainer.state()
-    await trainer.step(1)
-    as_failed = update(rows.futures).values(status="failed", error="not finite", error_category="user")
-    step = rows.futures.c.kind == Kind.OPTIM_STEP
-    harness.database.write(lambda c: c.execute(as_failed.where(step)))
-    await restart(harness)
-    assert await trainer.state() == new
-    assert (await trainer.step(2))["optimizer_step"] == 1
-
-
 async def test_retention_keeps_the_commands_that_recovery_needs(harness: Harness) -> None:
     snapshotted, living, failed, closed = [await Trainer.create(harness, rank=r) for r in (4, 4, 1000, 4)]
     for trainer in (snapshotted, living, closed):

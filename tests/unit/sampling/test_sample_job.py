@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tinker.types import ModelInput, SampleRequest, SamplingParams
 
 from skyrl.base.types.context_limits import ContextLimits
@@ -17,6 +18,7 @@ from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.sample_request import Distribution
 from skyrl.sampling.job import MAX_NUM_SAMPLES, MAX_SEED, MAX_STOP_STRINGS, MAX_TOPK, SampleJob, make_job
+from tests.sample_jobs import JOB
 
 LIMITS = ContextLimits(vocab_size=100, max_context=20)
 UNKNOWN = ContextLimits()
@@ -46,24 +48,8 @@ def refused(params: dict[str, Any] | None = None, limits: ContextLimits = LIMITS
 
 
 def test_a_job_has_these_defaults() -> None:
-    assert job() == SampleJob(
-        request_id="r",
-        session_key="k",
-        model="m",
-        weights=BaseWeights(),
-        prompt=[1, 2, 3],
-        num_samples=1,
-        max_tokens=17,
-        distribution=Distribution(),
-        seed=None,
-        stop_strings=[],
-        stop_token_ids=[],
-        ignore_eos=False,
-        prompt_logprobs=False,
-        prompt_logprobs_last_n=None,
-        topk_prompt=0,
-        topk_sample=0,
-    )
+    own = {"request_id": "r", "session_key": "k", "model": "m"}
+    assert job() == replace(JOB, **own, prompt=[1, 2, 3], max_tokens=17)
 
 
 def test_the_sdks_request_becomes_a_job() -> None:
