@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import FastAPI, Query
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,6 +14,8 @@ from skyrl.api.call import ROUTE_SCOPES, Body, Call, Route, RouteScope, Struct
 
 API = "/api/v1"
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response]])
+Endpoint = Callable[..., Awaitable[Response]]
+"""A route as FastAPI calls it."""
 
 
 class Routes:
@@ -26,15 +28,14 @@ class Routes:
 
     def __init__(self, tag: str, prefix: str = API) -> None:
         self.declared: list[Route] = []
-        self._endpoints: list[Callable[..., Awaitable[Response]]] = []
+        self._endpoints: list[Endpoint] = []
         """Of the declared routes, in their order."""
-        self._tag = tag
+        self.tag = tag
         self._prefix = prefix
 
-    def add_to(self, framework: FastAPI) -> None:
-        """Declare the routes to FastAPI, which reads their signatures: a millisecond of CPU for each."""
-        for route, endpoint in zip(self.declared, self._endpoints, strict=True):
-            framework.add_api_route(route.template, endpoint, methods=[route.method], tags=[self._tag])
+    def endpoints(self) -> Iterable[tuple[Route, Endpoint]]:
+        """Each declared route, and what FastAPI calls for it."""
+        return zip(self.declared, self._endpoints, strict=True)
 
     def get(self, path: str, *, scope: RouteScope) -> Callable[[Handler], Handler]:
         return self._declare("GET", path, scope, None)
@@ -80,9 +81,7 @@ def _parameters(handler: Callable[..., Any], name: str, body: Body | None) -> li
     return parameters[len(expected) :]
 
 
-def _endpoint(
-    route: Route, handler: Callable[..., Any], parameters: list[inspect.Parameter]
-) -> Callable[..., Awaitable[Response]]:
+def _endpoint(route: Route, handler: Callable[..., Any], parameters: list[inspect.Parameter]) -> Endpoint:
     """The route as FastAPI calls it, with the handler's name and docstring and a signature that FastAPI reads."""
 
     async def endpoint(request: Request, **parameters: Any) -> Response:
@@ -92,13 +91,7 @@ def _endpoint(
     signature = inspect.Signature([request_parameter, *parameters], return_annotation=Response)
     endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
     endpoint.__signature__ = signature  # type: ignore[attr-defined]
-    endpoint.route = route  # type: ignore[attr-defined]
     return endpoint
-
-
-def declared_at(endpoint: Callable[..., Any]) -> Route:
-    """The route whose endpoint FastAPI calls."""
-    return endpoint.route  # type: ignore[attr-defined]
 
 
 AccessScope = Annotated[Literal["owned", "accessible"], Query()]

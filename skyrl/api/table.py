@@ -2,8 +2,8 @@
 
 The hooks trace and count each request, give it an id, check its key, read its body, and log it. A request to a route
 without parameters goes straight to its handler: FastAPI's routing, dependencies and middleware cost several times what
-the handlers of a sample do themselves. FastAPI finds all other routes and reads their parameters, or answers that there
-is no such path. Does not know what a route does."""
+the handlers of a sample do themselves. FastAPI reads the parameters of all other routes, or answers that there is no
+such path. Does not know what a route does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.datastructures import Headers
-from starlette.routing import Match
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl import __version__
@@ -32,7 +32,7 @@ from skyrl.api.access import Access, check_route, offered_key
 from skyrl.api.bodies import BodyReader
 from skyrl.api.call import Body, BytesResponse, Call, Hook, Route
 from skyrl.api.error_answers import ErrorAnswers
-from skyrl.api.routing import Routes, declared_at
+from skyrl.api.routing import Endpoint, Routes
 from skyrl.api.signed_links import SignedUrls
 from skyrl.base.wire.errors import RequestError
 from skyrl.chat.openai.service import ClientGone
@@ -278,10 +278,34 @@ Describe = Callable[[FastAPI, Sequence[Route]], dict[str, Any]]
 """Makes the OpenAPI document of the application's routes."""
 
 
-class Framework(FastAPI):
-    """FastAPI with all routes, for those that have parameters, and for `/openapi.json`."""
+class FrameworkRoute:
+    """A route that FastAPI runs. Its part of that is made when it is first needed: a millisecond of CPU."""
 
-    def __init__(self, resources: Sequence[Routes], describe: Describe) -> None:
+    def __init__(self, route: Route, endpoint: Endpoint, tag: str) -> None:
+        self.route = route
+        self._endpoint, self._tag = endpoint, tag
+        self._pattern, _, _ = compile_path(route.template)
+
+    @cached_property
+    def of_fastapi(self) -> tuple[APIRoute, ASGIApp]:
+        """FastAPI's route, and what reads the parameters and runs it."""
+        route = APIRoute(self.route.template, self._endpoint, methods=[self.route.method], tags=[self._tag])
+        return route, AsyncExitStackMiddleware(route.app)
+
+    def match(self, scope: Scope) -> ASGIApp | None:
+        """What runs the route, if method and path fit: then `scope` gets the parameters."""
+        if scope["method"] != self.route.method or self._pattern.match(scope["path"]) is None:
+            return None
+        route, run = self.of_fastapi
+        _, of_route = route.matches(scope)
+        scope.update(of_route)
+        return run
+
+
+class Framework(FastAPI):
+    """FastAPI with all routes, for `/openapi.json` and for requests that no route takes."""
+
+    def __init__(self, routes: Sequence[FrameworkRoute], describe: Describe) -> None:
         super().__init__(
             title="skyrl",
             version=__version__,
@@ -289,26 +313,9 @@ class Framework(FastAPI):
             docs_url=None,  # FastAPI's pages load scripts from other servers; /openapi.json stays
             redoc_url=None,
         )
+        self.router.routes += [route.of_fastapi[0] for route in routes]
+        self._declared = [route.route for route in routes]
         self._describe = describe
-        for routes in resources:
-            routes.add_to(self)
-        self._declared = [route for routes in resources for route in routes.declared]
-        self._of_routes = [
-            (route, AsyncExitStackMiddleware(route.app), declared_at(route.endpoint))
-            for route in self.routes
-            if isinstance(route, APIRoute)
-        ]
-
-    def find(self, scope: Scope) -> tuple[Route | None, ASGIApp]:
-        """The first declared route whose method and path fit, and what reads its parameters and runs it. Without such a
-        route, what answers in its place: `/openapi.json`, 404, 405, or the redirect of a last slash."""
-        scope["app"] = self
-        for route, run, declared in self._of_routes:
-            match, of_route = route.matches(scope)
-            if match is Match.FULL:
-                scope.update(of_route)
-                return declared, run
-        return None, self.router
 
     def openapi(self) -> dict[str, Any]:
         """The document of `/openapi.json`, made at the first call."""
@@ -323,30 +330,43 @@ class HttpTable:
     def __init__(
         self, resources: Sequence[Routes], hooks: Sequence[Hook], errors: ErrorAnswers, describe: Describe
     ) -> None:
-        self._resources = resources
         self._describe = describe
         self.routes = tuple(route for routes in resources for route in routes.declared)
         self.hooks = (*hooks,)
         self._errors = errors
         self.direct = {(route.method, route.path): route for route in self.routes if route.is_direct}
         """The routes that are called without FastAPI, by method and path."""
+        self._framework_routes = [
+            FrameworkRoute(route, endpoint, routes.tag)
+            for routes in resources
+            for route, endpoint in routes.endpoints()
+        ]
 
     @cached_property
     def framework(self) -> Framework:
         """FastAPI with all routes, made when it is first needed."""
-        return Framework(self._resources, self._describe)
+        return Framework(self._framework_routes, self._describe)
 
     def prepare(self) -> None:
         """Make FastAPI's routes now: that takes a tenth of a second, for which otherwise the first request that needs
         them would hold up all others."""
         assert self.framework.routes
 
+    def find(self, scope: Scope) -> tuple[Route | None, ASGIApp]:
+        """The first declared route whose method and path fit, and what reads its parameters and runs it. Without such a
+        route, what answers in its place: `/openapi.json`, 404, 405, or the redirect of a last slash."""
+        for each in self._framework_routes:
+            if (run := each.match(scope)) is not None:
+                return each.route, run
+        scope["app"] = self.framework
+        return None, self.framework.router
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.framework(scope, receive, send)
             return
         direct = self.direct.get((scope["method"], scope["path"]))
-        route, run = (direct, None) if direct is not None else self.framework.find(scope)
+        route, run = (direct, None) if direct is not None else self.find(scope)
         call = Call(scope, receive, send, route, self.hooks)
         try:
             for hook in self.hooks:

@@ -127,9 +127,9 @@ async def test_a_file_that_was_deleted_in_the_moment_of_its_next_use_is_stored_a
         database.write(lambda c: c.exec_driver_sql("DELETE FROM pictures"))
         return found
 
-    monkeypatch.setattr(picture_rows, "find", find_and_lose)
-    await seeing_api.sample(sampler, 1, prompt=ABOUT)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(picture_rows, "find", find_and_lose)
+        await seeing_api.sample(sampler, 1, prompt=ABOUT)
     stored = database.read(lambda c: picture_rows.files(c, tenant_of(database), [digest_of(PICTURE)]))
     assert stored == {digest_of(PICTURE): PICTURE}
 

@@ -307,7 +307,7 @@ async def test_each_base_model_has_its_use_and_its_reasons(two_models: Api, shar
 
 @ON_BOTH_SLOWLY
 async def test_what_stands_still_is_said_with_its_base_model_and_hides_nothing_of_another(
-    two_models: Api, shared: Database
+    drain_at_once: None, two_models: Api, shared: Database
 ) -> None:
     """The teacher's vLLM is away: its old sample is not named, and the student's is."""
     run = await new_run(two_models)
