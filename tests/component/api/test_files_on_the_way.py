@@ -27,6 +27,8 @@ from tests.postgres_server import ON_SQLITE
 
 SKYRL = str(Path(skyrl.__file__).parent) + "/"
 TIMES = 4
+AFTER = {"engine/snapshots.py"}
+"""What notes a command that has its answer. On a busy machine the client hears of the answer only after that."""
 PAGE = Path(__file__).parents[3] / "docs" / "reading-the-code.md"
 
 
@@ -74,7 +76,7 @@ def on_the_page(request: str) -> int:
 def check(request: str, *found: list[set[str]]) -> None:
     """`found`: of the parts of a request's way, each as often as it was sent. A file is on the way if each of the times
     has passed it: on a slow machine what a process does now and then comes into some of them."""
-    seen = set[str]().union(*(set.intersection(*of_part) for of_part in found))
+    seen = set[str]().union(*(set.intersection(*of_part) for of_part in found)) - AFTER
     assert len(seen) <= on_the_page(request), "\n".join(sorted(seen))
 
 
