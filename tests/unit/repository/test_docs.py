@@ -63,6 +63,14 @@ def test_the_page_on_training_lists_every_loss_and_metric() -> None:
     assert first_cells("docs/how-it-works/training.md", "Losses") == {*losses}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_table_begins_with_its_header(page: Path) -> None:
+    """Behind an empty line a row begins another table; without a line of strokes below, it is shown as text."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
+    tables = re.findall(r"(?:^\|.*\n)+", text, flags=re.M)
+    assert [table for table in tables if not re.match(r"\|.*\n\|[-:| ]+\|\n", table)] == []
+
+
 READING_ORDER = ROOT / "docs/reading-the-code.md"
 
 
