@@ -137,7 +137,12 @@ def serve(
     snapshot_interval_s: Annotated[
         float | None, typer.Option(help="Seconds between snapshots of a model in training. Default: 30.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads each for trainer and vLLM. Default: 1.")] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            help="CPU threads each for trainer and vLLM. Default: the machine's cores, up to 16; 1 with Ray or a GPU."
+        ),
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error. Default: info.")] = None,
     log_format: Annotated[str | None, typer.Option(help="text (default) or json: one object a line.")] = None,
     access_log: Annotated[

@@ -23,7 +23,7 @@ class RolloutCommand(ManyValues):
 def rollout(
     base_model: Annotated[
         str | None,
-        typer.Option("--base-model", "--model-path", help="Directory of the model. Default: tiny, the built-in model."),
+        typer.Option("--base-model", "--model-path", help="Directory or hub name of the model. Default: tiny."),
     ] = None,
     num_engines: Annotated[int, typer.Option(min=0, help="How many vLLMs, each with a sidecar.")] = 1,
     port: Annotated[int, typer.Option(min=1, max=65535, help="The router's port.")] = 30_000,

@@ -43,7 +43,7 @@ def repeated(args: list[str], flags: frozenset[str]) -> list[str]:
     return result
 
 
-POLICY_HELP = "least_in_flight, round_robin, consistent_hashing or adapter_affinity."
+POLICY_HELP = "least_in_flight, round_robin, consistent_hashing (default) or adapter_affinity."
 
 Policy = Annotated[str | None, typer.Option("--policy", "--router-policy", "--sglang-router-policy", help=POLICY_HELP)]
 Middleware = Annotated[
@@ -83,7 +83,7 @@ IntervalS = Annotated[
         "--rollout-health-check-interval",
         "--health-check-interval-secs",
         min=0.05,
-        help="Seconds between two health probes of a worker. Default: 5.",
+        help="Seconds between two health probes of a worker. Default: 5; for skyrl rollout 0.5.",
     ),
 ]
 FailureThreshold = Annotated[
@@ -92,7 +92,7 @@ FailureThreshold = Annotated[
         "--health-check-failure-threshold",
         "--slime-router-health-check-failure-threshold",
         min=1,
-        help="Failed probes in a row until a worker gets no requests. Default: 3.",
+        help="Failed probes in a row until a worker gets no requests. Default: 3; for skyrl rollout 2.",
     ),
 ]
 HangS = Annotated[

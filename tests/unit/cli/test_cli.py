@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 
 from skyrl import __version__
 from skyrl.base.config.server import ServerConfig
+from skyrl.cli.launcher.main import MOST_THREADS
 from skyrl.cli.main import app
 from skyrl.inference.sidecar import main as sidecar_main
+from skyrl.router.policies import DEFAULT_POLICY
 from skyrl.runtime.processes.ports import free_port
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import migrate
@@ -51,6 +53,19 @@ def test_help_answers_without_a_heavy_import(arguments: list[str], words: list[s
     assert done.returncode == 0
     assert all(word in done.stdout for word in words)
     assert heavy_imports(done) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "default"),
+    [
+        ("serve", f"Default: the machine's cores, up to {MOST_THREADS}; 1 with Ray or a GPU."),
+        ("router", f"{DEFAULT_POLICY} (default)"),
+        ("rollout", "Seconds between two health probes of a worker. Default: 5; for skyrl rollout 0.5."),
+        ("rollout", "Failed probes in a row until a worker gets no requests. Default: 3; for skyrl rollout 2."),
+    ],
+)
+def test_help_tells_defaults_that_the_command_chooses_itself(command: str, default: str) -> None:
+    assert default in CliRunner(env={"COLUMNS": "400"}).invoke(app, [command, "--help"]).stdout
 
 
 def test_status_asks_a_server_without_a_heavy_import() -> None:
