@@ -113,6 +113,7 @@ def test_the_routes_that_the_reading_order_names_exist() -> None:
 
 DECISIONS = sorted((ROOT / "docs/decisions").glob("*.md"))
 PARTS = ["What.", "Why.", "Alternatives.", "Price."]
+MOST_WORDS = 230
 
 
 def words(text: str) -> int:
@@ -124,14 +125,15 @@ def test_strokes_of_tables_and_lists_are_no_words() -> None:
     assert words("# A title\n\n| a | 0.5 s |\n|---|---|\n\n- One line: 8 × 128.\n") == 9
 
 
-def test_there_are_few_decision_pages() -> None:
+def test_there_are_few_decision_pages_and_contributors_know_their_bound() -> None:
     assert 1 < len(DECISIONS) <= 32
+    assert f"in at most {MOST_WORDS} words" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
 def test_a_decision_page_fits_one_screen_and_has_the_same_parts(page: Path) -> None:
     text = page.read_text()
-    assert words(text) <= 230
+    assert words(text) <= MOST_WORDS
     if page.name != "index.md":
         assert re.findall(r"^\*\*([A-Z]\w+\.)\*\*", text, flags=re.M) == PARTS
 
