@@ -26,15 +26,13 @@ from skyrl.router.messages import INTERRUPTED, refusal
 from skyrl.router.middleware import Chain
 from skyrl.router.pool import WorkerPool
 from skyrl.router.proxy import Proxy, Truncated
-from skyrl.router.registration import RegistrationRoutes, is_registration
+from skyrl.router.registration import HEALTH_PATHS, RegistrationRoutes, is_registration
 from skyrl.runtime.metrics.files import CONTENT_TYPE, MetricsDirectory
 
 logger = logging.getLogger(__name__)
 
 CONTROL_BODY_BYTES = 2**20
 """The largest body of a registration or an abort."""
-OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/readyz"))
-"""Answered without a key: load balancers ask them."""
 
 
 def is_own(path: str) -> bool:
@@ -140,7 +138,7 @@ class RouterApp:
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         """The status and the message for a client that may not ask this; None for one that may."""
         path = scope["path"]
-        if self.admin_key.is_in(scope["headers"]) or path in OPEN_PATHS:
+        if self.admin_key.is_in(scope["headers"]) or path in HEALTH_PATHS:
             return None
         if path in ADMIN_METHODS or path in ADAPTERS or (path.startswith("/workers/") and scope["method"] == "PUT"):
             refusal = self.admin_key.refusal(scope)

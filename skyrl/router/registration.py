@@ -137,18 +137,15 @@ class RegistrationRoutes:
         return json_reply(503, unready, [(b"retry-after", str(RETRY_AFTER_S).encode())])
 
 
+HEALTH_PATHS = frozenset(("/health", "/live", "/liveness", "/readiness", "/ready", "/readyz"))
+"""Answered without a key: load balancers ask them."""
 _READ = ("GET", "HEAD", "POST")
 _METHODS: dict[str, tuple[str, ...]] = {
     "/add_worker": ("POST",),
     "/remove_worker": ("POST",),
     "/list_workers": ("GET",),
     "/workers": ("GET", "POST"),
-    "/health": _READ,
-    "/readiness": _READ,
-    "/readyz": _READ,
-    "/ready": _READ,
-    "/liveness": _READ,
-    "/live": _READ,
+    **dict.fromkeys(HEALTH_PATHS, _READ),
 }
 
 

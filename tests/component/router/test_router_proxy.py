@@ -331,8 +331,9 @@ async def test_with_a_key_only_health_is_open(running_router: Start) -> None:
                 async with router.session.request(method, router.url + path, headers=headers) as answer:
                     assert answer.status == 401, path
         assert worker.received == []
-        async with router.session.get(f"{router.url}/readyz") as answer:
-            assert answer.status == 200
+        for path in ("/health", "/live", "/liveness", "/readiness", "/ready", "/readyz"):
+            async with router.session.get(router.url + path) as answer:
+                assert answer.status == 200, path
         async with router.session.post(f"{router.url}/x", headers={"Authorization": "Bearer secret"}) as answer:
             assert answer.status == 200
         assert worker.received[0].header("authorization") == ["Bearer secret"]
