@@ -187,8 +187,8 @@ class ServerKeys(BaseSettings):
     stop_grace_s: float = Field(STOP_GRACE_S, ge=5)
     """At a stop, how long the engine may take to end the turn that runs and to snapshot the models in training."""
     threads: int = Field(1, ge=1)
-    """CPU threads of the trainer and of vLLM (OMP_NUM_THREADS). Has no effect on a GPU. `skyrl serve` takes the cores of
-    the machine, up to 16, where it is not given."""
+    """CPU threads of the trainer and of vLLM (OMP_NUM_THREADS). Has no effect on a GPU. Where it is not given,
+    `skyrl serve` takes the machine's cores, up to 16."""
     otlp_endpoint: str | None = None
     """An OpenTelemetry collector to send traces to, for example http://127.0.0.1:4318; needs skyrl[traces]. None: none
     are sent."""
