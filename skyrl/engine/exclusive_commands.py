@@ -23,7 +23,7 @@ from skyrl.engine.saving import ExclusiveResult, Saves
 from skyrl.engine.threads import EngineThreads
 from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.db import audit, checkpoints, futures
-from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.db.database import Connection, FencedDatabase
 from skyrl.storage.db.models import ModelRecord, find_model, set_model
 from skyrl.trainer.protocol import AdamParams, Backend, PlaceTaken
 
@@ -59,7 +59,7 @@ class ExclusiveCommands:
     def __init__(
         self,
         config: ServerConfig,
-        database: Database,
+        database: FencedDatabase,
         backend: Backend,
         store: CheckpointStore,
         threads: EngineThreads,

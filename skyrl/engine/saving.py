@@ -32,7 +32,7 @@ from skyrl.storage.checkpoint_store.directories import atomic_directory, link_fi
 from skyrl.storage.checkpoint_store.versions import version_directory, version_key
 from skyrl.storage.db import audit, checkpoints, full_weights, usage
 from skyrl.storage.db.checkpoints import Checkpoint
-from skyrl.storage.db.database import Change, Connection, Database
+from skyrl.storage.db.database import Change, Connection, FencedDatabase
 from skyrl.storage.db.models import ModelRecord, set_model
 from skyrl.storage.db.samplers import Sampler, add_sampler, sampler_exists
 from skyrl.trainer.protocol import AdapterDtype, Backend
@@ -55,7 +55,9 @@ class Saves:
     """One method per kind of save. Raises FailedRequest or RequestError for the client's mistakes, StoreError for
     errors of the checkpoint store."""
 
-    def __init__(self, config: ServerConfig, database: Database, backend: Backend, store: CheckpointStore) -> None:
+    def __init__(
+        self, config: ServerConfig, database: FencedDatabase, backend: Backend, store: CheckpointStore
+    ) -> None:
         self._config = config
         self._database = database
         self._backend = backend
@@ -144,6 +146,7 @@ class Saves:
     def _write_version(self, weights: AdapterVersion | FullWeights) -> Path:
         directory = version_directory(self._config.state_dir, weights)
         if isinstance(weights, FullWeights):
+            self._database.confirm_claim()  # the server that has it now may have written this version
             remove(directory)  # left by an engine that died between the rename and the commit
         with atomic_directory(directory) as scratch:
             self._backend.save_adapter(weights.model_id, scratch, dtype=self._dtype_of(weights))

@@ -23,7 +23,7 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.requests import SAVES, Kind
 from skyrl.storage.checkpoint_store.directories import atomic_directory, link_tree, remove, safe_name
 from skyrl.storage.db import models as model_rows
-from skyrl.storage.db.database import Database, Displaced
+from skyrl.storage.db.database import Displaced, FencedDatabase
 from skyrl.trainer.protocol import Backend
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Snapshots:
     A snapshot after a step needs no gradient: the step has just cleared it.
     """
 
-    def __init__(self, config: ServerConfig, database: Database, backend: Backend) -> None:
+    def __init__(self, config: ServerConfig, database: FencedDatabase, backend: Backend) -> None:
         self._root = config.snapshots_dir
         self._interval_s = config.snapshot_interval_s
         self._database = database
@@ -152,6 +152,7 @@ class Snapshots:
     def _write(self, model_id: str, next_seq: int, same_state: int | None) -> None:
         """`same_state` is the number of a snapshot that holds the same state."""
         target = self.path(model_id, next_seq)
+        self._database.confirm_claim()  # the server that has it now may have a snapshot of this number
         remove(target)
         with atomic_directory(target) as scratch:
             if same_state is None:

@@ -1,5 +1,6 @@
 """The sweep: every SWEEP_S, unload unused adapters, then delete files that no row refers to: adapters, snapshots of
-closed models, stored checkpoints without a row, and what a dead engine left behind half-written or half-deleted.
+closed models and of failed ones whose session has ended, stored checkpoints without a row, and what a dead engine left
+behind half-written or half-deleted.
 
 An adapter's files are deleted last. First the row of an adapter that nobody has sampled from for long is marked, so
 that API processes refuse new samples from the adapter. Then the adapter is unloaded from all inference servers. Its
@@ -39,7 +40,7 @@ from skyrl.storage.checkpoint_store.versions import model_of, version_at, versio
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.checkpoints import pop_expired, store_keys
 from skyrl.storage.db.database import MAX_NAMED, Connection, Database, Displaced
-from skyrl.storage.db.models import closed_among
+from skyrl.storage.db.models import over_among
 from skyrl.storage.db.repeats import repeat
 from skyrl.storage.db.scopes import models_in_scope
 
@@ -267,7 +268,7 @@ class FileSweeper:
             for path in old_scratch(config.state_dir / "scratch", before):  # of API processes
                 self._remove(path)
         by_id = {id_of(path.name): path for path in subdirectories(config.snapshots_dir) if not is_scratch(path)}
-        for model_id in files.among(self._database.read(lambda c: closed_among(c, by_id.keys()))):
+        for model_id in files.among(self._database.read(lambda c: over_among(c, by_id.keys()))):
             self._remove(by_id[model_id])
 
     def _remove(self, path: Path) -> None:

@@ -16,7 +16,7 @@ from skyrl.base.types.weights import EVERYTHING, AdapterVersion, LoraSpec, Scope
 from skyrl.base.wire.paths import KINDS, CheckpointKind, TinkerPath
 from skyrl.storage.db import audit, usage
 from skyrl.storage.db.columns import lora_of, lora_values, record_of
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.database import MAX_NAMED, Database
 from skyrl.storage.db.models import Model, find_model, model_values, models
 from skyrl.storage.db.scopes import in_scope
 from skyrl.storage.db.sessions import sessions
@@ -129,9 +129,10 @@ def put(connection: Connection, checkpoint: Checkpoint, copy_key: str | None = N
 
 
 def pop_expired(connection: Connection, now: float, scope: Scope = EVERYTHING) -> list[Checkpoint]:
-    """Delete the rows of checkpoints that have expired. Returns them, so that their files are deleted too."""
+    """Delete the rows of at most MAX_NAMED checkpoints that have expired. Returns them, so that their files are deleted
+    too."""
     expired = select(checkpoints).where(checkpoints.c.expires_at <= now, in_scope(checkpoints.c.base_model, scope))
-    rows = list(connection.execute(expired))
+    rows = list(connection.execute(expired.limit(MAX_NAMED)))
     gone = [checkpoint_of(row) for row in rows]
     for checkpoint in gone:
         path = checkpoint.path

@@ -371,9 +371,11 @@ def living_among(connection: Connection, model_ids: Collection[str]) -> set[str]
     return set(connection.execute(query).scalars()) if model_ids else set()
 
 
-def closed_among(connection: Connection, model_ids: Collection[str]) -> set[str]:
-    """The ids among `model_ids` of models that are closed."""
-    query = select(models.c.id).where(models.c.id.in_(model_ids), models.c.status == "closed")
+def over_among(connection: Connection, model_ids: Collection[str]) -> set[str]:
+    """The ids among `model_ids` of models that are closed, or that have failed and whose session has ended."""
+    active = select(sessions.c.id).where(sessions.c.id == models.c.session_id, sessions.c.status == "active")
+    over = or_(models.c.status == "closed", and_(models.c.status == "failed", ~active.exists()))
+    query = select(models.c.id).where(models.c.id.in_(model_ids), over)
     return set(connection.execute(query).scalars()) if model_ids else set()
 
 

@@ -18,8 +18,9 @@ from sqlalchemy import Table, select, update
 from sqlmodel import SQLModel
 
 from skyrl.base.types.requests import Kind
-from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.types.weights import AdapterVersion, FullWeights
 from skyrl.engine.publishing import adopt_adapters
+from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.storage.db import claims
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database, Displaced, Fence, FencedDatabase, claim_owner
@@ -233,7 +234,9 @@ async def test_no_file_is_deleted_after_the_claim_is_lost(harness: Harness) -> N
     assert rows_of(harness.database) == before
 
 
-async def test_no_snapshot_replaces_another_after_the_claim_is_lost(harness: Harness) -> None:
+@pytest.mark.parametrize("number", [4, 7], ids=["same", "later"])
+async def test_no_snapshot_replaces_another_after_the_claim_is_lost(harness: Harness, number: int) -> None:
+    """The server that holds the claim may have taken its snapshot at the same command."""
     trainer = await Trainer.create(harness)
     await trainer.step(1)
     harness.snapshots.take(trainer.model_id, 4)
@@ -242,9 +245,27 @@ async def test_no_snapshot_replaces_another_after_the_claim_is_lost(harness: Har
     before, snapshot = rows_of(harness.database), harness.snapshots.path(trainer.model_id, 4)
     kept = files_in(snapshot)
     with pytest.raises(Displaced):
-        harness.snapshots.take(trainer.model_id, 7)
+        harness.snapshots.take(trainer.model_id, number)
     assert files_in(snapshot) == kept != {}
     assert rows_of(harness.database) == before
+
+
+async def test_a_save_of_full_weights_replaces_no_version_after_the_claim_is_lost(
+    tmp_path: Path, migrated_url: str
+) -> None:
+    """The server that holds the claim has written the files of the same version, and brings them to its vLLMs."""
+    flags = {"database_url": migrated_url, "backend_config": {"trainer.full_finetuning": True}}
+    async with harness_in(tmp_path / "state", **flags) as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness, rank=0)
+        await trainer.step(1)
+        version = version_directory(harness.config.state_dir, FullWeights.of(trainer.model_id, 1))
+        make_old_directory(version)
+        kept = files_in(version)
+        take_over(harness)
+        await trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+        await wait_until_displaced(harness)
+        assert files_in(version) == kept != {}
 
 
 async def test_recovery_and_the_state_publisher_write_nothing_after_the_claim_is_lost(

@@ -11,13 +11,16 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
-from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.types.weights import AdapterVersion, LoraSpec
+from skyrl.base.wire.paths import TinkerPath
 from skyrl.engine import sweeping
 from skyrl.engine.sweeping import FileSweeper
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.checkpoint_store.versions import version_directory
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.checkpoints import Checkpoint, put, store_keys
+from skyrl.storage.db.database import MAX_NAMED, Connection, Database
+from skyrl.storage.db.models import Model, add_model, set_model
 from skyrl.storage.db.samplers import Sampler, add_sampler
 from skyrl.storage.db.tables import SessionRow
 from tests.databases import make_tables
@@ -95,3 +98,43 @@ def test_an_unloaded_adapter_is_deleted_after_the_grace_time(
     sweeper.unloaded(ADAPTER)
     sweeper.delete_files(set())
     assert not directory.exists()
+
+
+@pytest.mark.parametrize(
+    ("model_status", "session_status", "stays"),
+    [
+        ("ready", "active", True),
+        ("closed", "finished", False),
+        ("failed", "active", True),
+        ("failed", "finished", False),
+        ("failed", "expired", False),
+    ],
+)
+def test_snapshots_of_closed_models_and_of_failed_ones_without_a_session_are_deleted(
+    config: ServerConfig, database: Database, sweeper: FileSweeper, model_status: str, session_status: str, stays: bool
+) -> None:
+    sessions = SessionRow.__table__  # type: ignore[attr-defined]
+    session = {"id": "s1", "tenant": "t", "status": session_status, "created_at": 0.0, "heartbeat_at": 0.0}
+    database.write(lambda c: c.execute(sessions.insert(), session | {"sdk_version": "", "tags": []}))
+    database.write(add_model(Model(MODEL, "s1", "t", "base", LoraSpec(4, 8.0, 1), None), 0))
+    database.write(set_model(MODEL, status=model_status))
+    snapshot = config.snapshots_dir / safe_name(MODEL) / "3"
+    snapshot.mkdir(parents=True)
+    sweeper.delete_files(set())
+    assert snapshot.is_dir() == stays
+
+
+def test_a_sweep_deletes_a_bounded_number_of_expired_checkpoints(database: Database, sweeper: FileSweeper) -> None:
+    """PostgreSQL takes at most 65,535 parameters in a statement, and other writers wait for the write lock."""
+    lora = LoraSpec(4, 8.0, 1)
+
+    def add(connection: Connection) -> None:
+        for number in range(MAX_NAMED + 1):
+            path = TinkerPath(MODEL, "weights", str(number))
+            put(connection, Checkpoint(path, "t", f"m/{number}-1", None, "base", lora, 1, False, None, 0.0, LONG_AGO))
+
+    database.write(add)
+    sweeper.unused_adapters(set())
+    assert len(database.read(store_keys)) == 1
+    sweeper.unused_adapters(set())
+    assert database.read(store_keys) == set()
