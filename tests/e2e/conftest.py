@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
@@ -32,6 +34,7 @@ RUNNING = r"num_requests_(?:running|waiting)\{.*"
 COMPLETED = r'request_success_total\{.*finished_reason="length".*'
 """Requests in vLLM, and those that it has sampled to their bound: names and labels for `in_vllm`."""
 ClientFactory = Callable[..., tinker.ServiceClient]
+T = TypeVar("T")
 
 ALIAS = "Qwen/Qwen3-4B-Instruct-2507"
 """A second name of the served models, for clients that know models by their hub names."""
@@ -39,6 +42,23 @@ SECOND_ALIAS = "Qwen/Qwen3.5-9B"
 """The name of a model that is only sampled from: the cookbook's own default for a teacher and an answerer."""
 SEEING_ALIAS = "Qwen/Qwen3-VL-30B-A3B-Instruct"
 """Likewise of the model that sees."""
+
+
+async def _wait_for(awaitable: Awaitable[T], timeout: float | None) -> T:  # noqa: ASYNC109  # as asyncio names it
+    """`asyncio.wait_for` as in Python 3.12."""
+    async with asyncio.timeout(timeout):
+        return await awaitable
+
+
+@pytest.fixture(scope="package", autouse=True)
+def wait_for_keeps_cancellations() -> Iterator[None]:
+    """`asyncio.wait_for` of Python 3.11 drops a cancellation that comes together with the result. The SDK's `close`
+    cancels its heartbeats and its telemetry, which use `wait_for`, and then waits for their end: now and then for
+    ever."""
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.version_info < (3, 12):
+            patch.setattr(asyncio, "wait_for", _wait_for)
+        yield
 
 
 @pytest.fixture(scope="package")

@@ -154,9 +154,6 @@ def _attachment(pieces: Iterator[bytes], size: int, name: str, media_type: str) 
     return StreamingResponse(pieces, headers=headers, media_type=media_type)
 
 
-"""How long the link is valid."""
-
-
 def timeline_routes(services: Services) -> Routes:
     routes = Routes("traces")
 

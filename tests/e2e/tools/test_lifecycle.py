@@ -7,7 +7,6 @@ start at once, so that the tests wait for their ends together; the tests run in 
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import threading
@@ -68,12 +67,7 @@ class LocalClient(ClientSession):
         super().__init__(self.client.holder.get_session_id(), self.trainer.model_id)
 
     def close(self) -> None:
-        """End the session. The SDK's future was once seen not to end, so what its loop still does is shown then."""
-        try:
-            self.client.close("success").result(timeout=CLOSE_S)
-        except TimeoutError:
-            for task in asyncio.all_tasks(self.client.holder.get_loop()):
-                task.print_stack()
+        self.client.close("success").result(timeout=CLOSE_S)
 
 
 def run_client_until_killed(url: str, connection: Connection) -> None:
