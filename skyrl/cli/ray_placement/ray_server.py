@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from skyrl.inference.placement import OnExit
 from skyrl.runtime.processes.backoff import Backoff
-from skyrl.runtime.processes.supervision import FIRST_DELAY_S, LONGEST_DELAY_S, STABLE_AFTER_S
+from skyrl.runtime.processes.supervision import FIRST_DELAY_S, LONGEST_DELAY_S, STABLE_AFTER_S, set_within
 from skyrl.runtime.ray_cluster.capacity import Bundle, Cancelled, amounts
 from skyrl.runtime.ray_cluster.hosts import Look, Started
 
@@ -233,8 +233,7 @@ class RayServer:
             if look.code is not None:
                 return look.code
             if not new:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), LOOK_S)
+                await set_within(self._stopping, LOOK_S)
         return None
 
     _offset = _sidecar_offset = 0
@@ -268,8 +267,7 @@ class RayServer:
     async def _pause(self, what: str = "again") -> None:
         delay = self._backoff.pause()
         logger.warning("%s %s in %.1f s (%s)", self.name, what, delay, self._log)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), delay)
+        await set_within(self._stopping, delay)
 
     def _note_waiting(self, lack: str) -> None:
         wanted = amounts(self._bundle)

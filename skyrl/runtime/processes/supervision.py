@@ -251,7 +251,8 @@ async def _wait_for_group(group: int, timeout_s: float = 2.0) -> None:
 async def set_within(event: asyncio.Event, seconds: float) -> bool:
     """Wait for the event, but at most `seconds`. Returns whether it is set."""
     try:
-        await asyncio.wait_for(event.wait(), seconds)
+        async with asyncio.timeout(seconds):  # `wait_for` of Python 3.11 drops a cancellation that comes with the event
+            await event.wait()
     except TimeoutError:
         return False
     return True

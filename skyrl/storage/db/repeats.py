@@ -57,7 +57,8 @@ async def repeat(
     pause_s = 0.0 if at_once else period_s * random.uniform(EARLIEST_FIRST, 1.0)
     while True:
         with suppress(TimeoutError):
-            await asyncio.wait_for(rung.wait(), pause_s)
+            async with asyncio.timeout(pause_s):  # `wait_for` of 3.11 drops a cancellation that comes with a ring
+                await rung.wait()
         rung.clear()
         pause_s = period_s
         try:

@@ -74,3 +74,21 @@ async def test_every_other_error_is_logged_with_its_traceback_each_time(caplog: 
         ("ERROR", True),
         ("INFO", False),
     ]
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_cancellation_that_comes_with_a_ring_ends_the_rounds(turns: int) -> None:
+    """`turns` of the event loop lie between the ring and the cancellation."""
+    rung = asyncio.Event()
+
+    async def action() -> None: ...
+
+    task = asyncio.create_task(repeat("counting", 60.0, action, rung=rung))
+    await asyncio.sleep(0.01)
+    rung.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    ended, _ = await asyncio.wait({task}, timeout=1)
+    task.cancel()
+    assert ended
