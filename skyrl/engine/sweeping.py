@@ -162,7 +162,10 @@ class FileSweeper:
                 del self._deletable_at[adapter]
         self._sweep_full_weights(saving)
         self._delete_leftovers()
-        self._sweep_store(saving)
+        try:
+            self._sweep_store(saving)
+        except StoreError as error:  # the next sweep lists it
+            logger.warning("the checkpoint store cannot be listed: %s", error)
         self._sweep_stored_versions()
 
     def _sweep_full_weights(self, saving: Collection[str]) -> None:

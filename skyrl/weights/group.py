@@ -91,9 +91,9 @@ class TrainerGroup:
 
     def _join(self, name: str, store: TCPStore, world: int) -> None:
         group = join(self._address, store.port, 0, world, name, self._backend, self._timeout_s, store)
-        self._group = group
-        if self._name != name:  # the update was abandoned meanwhile
-            self._group = None
+        if self._name == name:
+            self._group = group
+        else:  # the update was abandoned meanwhile
             group.close()
 
     async def send(self, part: Part) -> None:

@@ -212,7 +212,8 @@ async def _answer(ref: Any, within_s: float) -> Any:
     from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(ref.future()), within_s)
+        async with asyncio.timeout(within_s):
+            return await asyncio.wrap_future(ref.future())
     except ActorUnavailableError as error:  # the actor may be reachable again
         await asyncio.sleep(min(1.0, within_s))
         raise TimeoutError from error

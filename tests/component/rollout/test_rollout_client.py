@@ -290,8 +290,9 @@ async def test_only_the_beginning_of_a_stop_string_is_continued_token_by_token()
 
 @pytest.mark.parametrize("trim", [True, False])
 @pytest.mark.parametrize("partial", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("nothing", ["", []])
 async def test_a_turn_that_goes_on_with_a_partial_sample_finds_a_stop_string_that_began_in_it(
-    partial: int, trim: bool
+    nothing: str | list[int], partial: int, trim: bool
 ) -> None:
     pieces = ["x", "<", "st", "o", "p>", "y", "z"]
     params = SamplingParams(max_new_tokens=len(pieces), stop=["<stop>"], no_stop_trim=not trim)
@@ -302,7 +303,7 @@ async def test_a_turn_that_goes_on_with_a_partial_sample_finds_a_stop_string_tha
         if partial < 5:
             assert (first.finish_reason, trajectory.begun) == ("abort", "".join(pieces[:partial]))
             rest = replace(params, max_new_tokens=len(pieces) - partial)
-            assert (await strategy.turn(trajectory, "", rest)).finish_reason == "stop"
+            assert (await strategy.turn(trajectory, nothing, rest)).finish_reason == "stop"
     assert trajectory.tokens == [1, 0, 1, 2, 3, 4]
     assert trajectory.text == ("px" if trim else "px<stop>")
     assert trajectory.begun == ""

@@ -15,6 +15,7 @@ from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.base.wire.paths import TinkerPath
 from skyrl.engine import sweeping
 from skyrl.engine.sweeping import FileSweeper
+from skyrl.storage.checkpoint_store.base import StoredKey, StoreError
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.checkpoint_store.versions import version_directory
@@ -138,3 +139,24 @@ def test_a_sweep_deletes_a_bounded_number_of_expired_checkpoints(database: Datab
     assert len(database.read(store_keys)) == 1
     sweeper.unused_adapters(set())
     assert database.read(store_keys) == set()
+
+
+def test_a_store_that_is_away_ends_no_sweep(
+    config: ServerConfig, database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(config)
+    sweeper = FileSweeper(config, database, store)
+    key = f"{safe_name(MODEL)}/saved-1"
+    with store.writing(key) as scratch:
+        (scratch / "adapter_model.safetensors").write_bytes(b"weights")
+    os.utime(config.checkpoints_dir / key, (LONG_AGO, LONG_AGO))
+
+    def away() -> Iterator[StoredKey]:
+        raise StoreError("no route to the store")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "stored", away)
+        sweeper.delete_files(set())
+    assert "cannot be listed: no route to the store" in caplog.text
+    sweeper.delete_files(set())
+    assert not (config.checkpoints_dir / key).exists()
