@@ -34,10 +34,16 @@ class StepMemory:
     scratch: Tensor
 
 
+NORM_PIECE = 2**16
+"""Elements whose squares a CPU adds one after the other in float32. Of 2^26 random numbers at once, torch's norm is
+0.5 % too small; the norm of the norms of such pieces is right to 1e-5."""
+
+
 def gradient_norm(buffers: Buffers) -> float:
     """The norm of the accumulated gradient, which must exist."""
     assert buffers.gradient is not None
-    return float(torch.linalg.vector_norm(buffers.gradient))
+    pieces = torch._foreach_norm(buffers.gradient.split(NORM_PIECE))  # type: ignore[attr-defined]
+    return float(torch.linalg.vector_norm(torch.stack(pieces)))
 
 
 def adamw_step(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer.adamw import LARGEST, NonFiniteGradient, adamw_step
+from skyrl.trainer.adamw import LARGEST, NonFiniteGradient, adamw_step, gradient_norm
 from skyrl.trainer.lora.adapter import Adapter, Target
 from skyrl.trainer.protocol import AdamParams, DeviceFault
 from tests.failures import FailingOperation
@@ -80,6 +80,13 @@ def test_the_largest_parameters_of_a_step_do_not_end_it_in_its_middle(beta: floa
     """torch raises for factors that do not fit into float32."""
     largest = AdamParams(LARGEST, beta, beta, LARGEST, weight_decay=LARGEST)
     assert adamw_step(_adapter(0, 0.5), largest)["learning_rate"] == LARGEST
+
+
+def test_the_norm_of_many_numbers_is_right() -> None:
+    """Not added up one after the other in float32, where small squares vanish beside a large sum."""
+    adapter = _adapter()
+    adapter.gradient = torch.full((2**24,), 0.1)
+    assert gradient_norm(adapter) == pytest.approx(0.1 * 2**12, rel=1e-4)
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["first", "later"])
