@@ -42,7 +42,12 @@ NORM_PIECE = 2**16
 def gradient_norm(buffers: Buffers) -> float:
     """The norm of the accumulated gradient, which must exist."""
     assert buffers.gradient is not None
-    pieces = torch._foreach_norm(buffers.gradient.split(NORM_PIECE))  # type: ignore[attr-defined]
+    return norm_of(buffers.gradient)
+
+
+def norm_of(flat: Tensor) -> float:
+    """The norm of a flat float32 tensor; infinite where a square does not fit into float32."""
+    pieces = torch._foreach_norm(flat.split(NORM_PIECE))  # type: ignore[attr-defined]
     return float(torch.linalg.vector_norm(torch.stack(pieces)))
 
 

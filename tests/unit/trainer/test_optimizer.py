@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer.adamw import LARGEST, LEAST_EPS, NonFiniteGradient, adamw_step, check_adam, gradient_norm
+from skyrl.trainer.adamw import (
+    LARGEST,
+    LEAST_EPS,
+    NonFiniteGradient,
+    adamw_step,
+    check_adam,
+    gradient_norm,
+    norm_of,
+)
 from skyrl.trainer.lora.adapter import Adapter, Target
 from skyrl.trainer.protocol import AdamParams, DeviceFault
 from tests.failures import FailingOperation
@@ -95,7 +103,8 @@ def test_the_norm_of_many_numbers_is_right() -> None:
     """Not added up one after the other in float32, where small squares vanish beside a large sum."""
     adapter = _adapter()
     adapter.gradient = torch.full((2**24,), 0.1)
-    assert gradient_norm(adapter) == pytest.approx(0.1 * 2**12, rel=1e-4)
+    assert gradient_norm(adapter) == norm_of(adapter.gradient) == pytest.approx(0.1 * 2**12, rel=1e-4)
+    assert norm_of(torch.empty(0)) == 0.0
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["first", "later"])
