@@ -211,7 +211,8 @@ class Tally:
         """`loss:sum`, `num_tokens:sum`, `computed_tokens:sum`; with weights also `weights:sum`, unless one is negative;
         with advantages also `ratio:mean`, `ratio:max`, `kl:mean`; with clipping also `clip_fraction:mean`.
 
-        `kl:mean` is mean(q - lp): the sampler's divergence from the trainer, estimated on the sampled tokens.
+        `kl:mean` is mean(q - lp): the sampler's divergence from the trainer, estimated on the sampled tokens. For gspo
+        q - lp is the mean of its sequence.
         """
         metrics = {
             "loss:sum": self.loss,

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.adamw import norm_of
 from skyrl.trainer.collectives import (
     SameFailureEverywhere,
     is_same_everywhere,
@@ -295,7 +296,7 @@ class ExpertRank(LoraRank):
         def of_parts() -> list[float]:
             assert model.gradient is not None
             parts = model.gradient.tensor_split([common_numel(model.shapes)])
-            return [float(torch.linalg.vector_norm(part)) for part in parts]
+            return [norm_of(part) for part in parts]
 
         common, experts = on_all_or_none(of_parts, self.device)
         return math.hypot(common, total_norm(experts))

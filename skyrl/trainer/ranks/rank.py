@@ -355,10 +355,12 @@ class RankBase(ABC):
 
     def _check_norms(self, finished: Sequence[PassRun], *, backward: bool) -> None:
         """A pass whose gradient has no finite norm fails. Joined passes that have failed as one, or whose gradient has
-        no finite norm, run again apart; then each fails or adds its gradient alone. Waits for the device once, unless
-        some run again. DeviceFault is raised."""
+        no finite norm, run again apart; then each fails or adds its gradient alone. So do those whose only trained
+        passes have failed: each of the others has a gradient of zeros. Waits for the device once, unless some run
+        again. DeviceFault is raised."""
         for running, is_finite in zip(finished, have_finite_norms(finished, self.device), strict=True):
-            if running.error is None and is_finite:
+            has_none = backward and running.joins_passes and running.gradient is None
+            if running.error is None and is_finite and not has_none:
                 continue
             running.gradient = None
             if isinstance(running, JoinedPasses):

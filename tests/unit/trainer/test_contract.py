@@ -338,13 +338,14 @@ def test_models_that_exist_and_those_that_do_not_are_refused(case: Case, tmp_pat
 
 
 def _outcomes(case: Case, tmp_path: Path, bad: Sequence[TrainingPass]) -> list[Any]:
-    """Of bad passes between two good ones, which have their own gradients to the last bit."""
+    """Of bad passes between two good ones, which have their own gradients to the last bit, and so have later passes."""
     good, states = train("m", rl(2, 30, 30, 9), "ppo"), []
     outcomes: list[Any] = []
     for number, between in enumerate(([], bad)):
         case.create()
         first, *outcomes, last = case.backend.run([good, *between, good])
         ok([first, last])
+        ok(case.backend.run([good] * 3))
         states.append(case.state(tmp_path / str(number)))
         case.backend.delete_model("m")
     assert_same(*states)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch_lora_support import grpo, make_backend, ok, saved, sft, spec, train
+from torch_lora_support import VOCAB, grpo, make_backend, ok, rl, saved, sft, spec, train
 
 from skyrl.trainer import losses
 from skyrl.trainer.adamw import NonFiniteGradient
@@ -184,6 +184,25 @@ def test_a_gradient_without_a_finite_norm_fails_its_pass_where_passes_are_merged
     ok(single.run(passes))
     with pytest.raises(NonFiniteGradient):
         single.optim_step("a", AdamParams())
+
+
+def test_a_pass_of_zeros_has_a_gradient_although_the_pass_that_it_joins_fails() -> None:
+    """A short prompt in common: sequences without advantages run without a backward. The step after them is one."""
+    rng = np.random.default_rng(0)
+    prompt, data = rng.integers(0, VOCAB, 20), rl(1, 90, 90, 90, 90)
+    for datum in data:
+        datum.tokens[:20] = prompt
+    for datum in data[:3]:
+        datum.loss_inputs["advantages"][:] = 0
+    passes = [train("a", data[:3], "ppo"), train("a", _with_one_spoilt(data[3:], _overflow, 0), "importance_sampling")]
+    steps = []
+    for merge in (False, True):
+        backend = _backend(merge=merge)
+        one, failed = backend.run(passes)
+        ok([one])
+        assert str(failed).startswith("loss_fn: the sum of importance_sampling is")
+        steps.append(backend.optim_step("a", AdamParams()))
+    assert steps[0] == steps[1] == {"grad_norm": 0.0, "learning_rate": 1e-4, "optimizer_step": 2.0}
 
 
 def test_a_pass_that_raises_fails_alone_and_the_others_run_apart(

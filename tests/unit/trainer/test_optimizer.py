@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer.adamw import LARGEST, NonFiniteGradient, adamw_step
+from skyrl.trainer.adamw import (
+    LARGEST,
+    LEAST_EPS,
+    NonFiniteGradient,
+    adamw_step,
+    check_adam,
+    gradient_norm,
+    norm_of,
+)
 from skyrl.trainer.lora.adapter import Adapter, Target
 from skyrl.trainer.protocol import AdamParams, DeviceFault
 from tests.failures import FailingOperation
@@ -80,6 +88,23 @@ def test_the_largest_parameters_of_a_step_do_not_end_it_in_its_middle(beta: floa
     """torch raises for factors that do not fit into float32."""
     largest = AdamParams(LARGEST, beta, beta, LARGEST, weight_decay=LARGEST)
     assert adamw_step(_adapter(0, 0.5), largest)["learning_rate"] == LARGEST
+
+
+def test_the_smallest_eps_is_not_0_in_float32() -> None:
+    """A weight without a gradient stays as it is."""
+    adapter = _adapter(0, 0.0)
+    before = adapter.weights.clone()
+    check_adam(AdamParams(eps=LEAST_EPS))
+    adamw_step(adapter, AdamParams(eps=LEAST_EPS))
+    assert torch.equal(adapter.weights, before)
+
+
+def test_the_norm_of_many_numbers_is_right() -> None:
+    """Not added up one after the other in float32, where small squares vanish beside a large sum."""
+    adapter = _adapter()
+    adapter.gradient = torch.full((2**24,), 0.1)
+    assert gradient_norm(adapter) == norm_of(adapter.gradient) == pytest.approx(0.1 * 2**12, rel=1e-4)
+    assert norm_of(torch.empty(0)) == 0.0
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["first", "later"])

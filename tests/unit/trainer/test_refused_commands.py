@@ -236,6 +236,7 @@ def test_an_invalid_adapter_is_refused(backend: LoraBackend, bad: LoraSpec, word
         {"beta1": 1.0},
         {"beta2": -0.1},
         {"eps": 0.0},
+        {"eps": 1e-50},
         {"eps": 1e38},
         {"weight_decay": float("inf")},
         {"grad_clip_norm": -1.0},
