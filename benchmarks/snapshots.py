@@ -19,21 +19,25 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
 from skyrl.base.types.weights import LoraSpec
 from skyrl.engine.snapshots import Snapshots
-from skyrl.storage.db.database import Database
+from skyrl.storage.db.claims import claim, read_claim
+from skyrl.storage.db.database import Database, Fence, FencedDatabase
 from skyrl.storage.db.migrate import migrate
 from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 
 RANKS = (8, 32)
 REPEATS = 20
+OWNER = "benchmark"
 
 
 def snapshots(stage: Stage) -> list[Row]:
     repeats, rows = REPEATS // 4 if stage.quick else REPEATS, []
     with tempfile.TemporaryDirectory(prefix="skyrl-snapshots-") as state_dir:
         config = load_config({"state_dir": Path(state_dir), "base_model": str(model_path())})
-        with contextlib.closing(Database(config.database)) as database:
-            migrate(database)
+        with contextlib.closing(Database(config.database)) as plain:
+            migrate(plain)
+            plain.write(lambda c: claim(c, OWNER, read_claim(c)))
+        with contextlib.closing(FencedDatabase(config.database, Fence(OWNER))) as database:
             backend = LoraBackend(config)
             taking = Snapshots(config, database, backend)
             for rank in RANKS:

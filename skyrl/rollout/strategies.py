@@ -78,7 +78,8 @@ class PlainStrategy:
         answer = await self._client.generate(request, begun=begun)
         kept = len(trajectory.text) - answer.stop_began_before
         if isinstance(added, str) or (trajectory.text and not new):
-            trajectory.text = trajectory.text[: max(0, kept)] + (added or "") + answer.text
+            text = added if isinstance(added, str) else ""
+            trajectory.text = trajectory.text[: max(0, kept)] + text + answer.text
         trajectory.begun = begun + answer.text if answer.finish_reason == "abort" else ""
         trajectory.tokens += [*new, *answer.tokens]
         trajectory.loss_mask += [0] * len(new) + [1] * len(answer.tokens)

@@ -26,6 +26,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector, get_aux_output_connector
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.model_manager import LoRAModelManager
+from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.models import registry
@@ -49,6 +50,7 @@ def patch_cpu(*, fork_engine: bool) -> None:
     take_what_is_used()
     remove_unloaded()
     look_at_models_here()
+    refuse_missing_kernels()
     if fork_engine:
         fork_the_engine()
 
@@ -62,6 +64,19 @@ def look_at_models_here() -> None:
     """Look at a model's class in this process. vLLM looks in a new one, because an import could initialise CUDA. That
     process imports all of vLLM, which takes longer than the rest of a start."""
     registry._run_in_subprocess = lambda look: look()
+
+
+def refuse_missing_kernels() -> None:
+    """Refuse weights of four bits while the model is loaded, where vLLM's build has no product with them: it would
+    start, and end with the first sample."""
+    can_implement = CPUWNA16LinearKernel.can_implement
+
+    def checked(cls: type[CPUWNA16LinearKernel], config: Any) -> tuple[bool, str | None]:
+        if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+            return False, "vLLM samples from weights of four bits only on a GPU or on a CPU with AVX-512"
+        return can_implement(config)
+
+    CPUWNA16LinearKernel.can_implement = classmethod(checked)  # type: ignore[method-assign,assignment]
 
 
 def fork_the_engine() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ import torch
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, for what vLLM imports
     from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
     from vllm.model_executor.layers.rotary_embedding import get_rope
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    from skyrl.inference.vllm_plugin.cpu_patches import route_without_groups, turn_all_heads
+    from skyrl.inference.vllm_plugin.cpu_patches import refuse_missing_kernels, route_without_groups, turn_all_heads
 
 TOKENS, HEADS, SIZE, EXPERTS, PER_ROW = 7, 4, 64, 6, 2
 
@@ -73,3 +75,16 @@ def test_other_routers_keep_their_settings() -> None:
     assert (router.use_grouped_topk, router.num_expert_group, router.topk_group) == (True, 3, 2)
     softmax: Any = CPURouter(PER_ROW, EXPERTS)
     assert not softmax.use_grouped_topk
+
+
+@pytest.mark.parametrize("has_avx512", [False, True])
+def test_weights_of_four_bits_are_refused_where_vllm_has_no_product_for_them(
+    has_avx512: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllms = classmethod(lambda cls, config: (True, None))
+    monkeypatch.setattr(CPUWNA16LinearKernel, "can_implement", vllms)
+    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(**({"cpu_gemm_wna16": None} if has_avx512 else {})))
+    refuse_missing_kernels()
+    takes, reason = CPUWNA16LinearKernel.can_implement(cast(Any, None))
+    assert takes is has_avx512
+    assert (reason is None) is has_avx512
