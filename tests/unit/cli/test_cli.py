@@ -1,4 +1,5 @@
-"""The command line in real processes: exit codes, messages, and the imports that help must not need."""
+"""The command line: exit codes, messages, and the imports that help must not need. What one real process has shown, the
+others of a kind show in the process of the tests."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 
 from skyrl import __version__
 from skyrl.base.config.server import ServerConfig
+from skyrl.cli.launcher import main as launcher
 from skyrl.cli.launcher.main import MOST_THREADS
 from skyrl.cli.main import app
 from skyrl.inference.sidecar import main as sidecar_main
@@ -36,6 +39,28 @@ def run_skyrl(*arguments: str, **environment: str) -> subprocess.CompletedProces
     done.imported = {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}  # type: ignore[attr-defined]
     done.stderr = "\n".join(line for line in lines if not line.startswith("import time:"))
     return done
+
+
+ServeHere = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def serve_here(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> ServeHere:
+    """`skyrl serve` with these arguments and this environment in this process, for starts that are refused. Returns the
+    exit code, and what is logged and said on stderr."""
+    monkeypatch.setattr(launcher, "set_up_process", lambda *_: None)  # the log of this process stays pytest's
+    caplog.set_level("INFO")
+
+    def run(*arguments: str, **environment: str) -> tuple[int, str]:
+        for name in [name for name in os.environ if name.startswith("SKYRL_")]:
+            monkeypatch.delenv(name)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        done = CliRunner().invoke(app, ["serve", *arguments])
+        assert isinstance(done.exception, SystemExit), done.exception
+        return done.exit_code, "".join(f"{line}\n" for line in caplog.messages) + done.stderr
+
+    return run
 
 
 def heavy_imports(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -162,35 +187,34 @@ def test_a_sidecar_refuses_an_address_of_vllm_that_it_cannot_use(url: str, monke
     ],
 )
 def test_serve_refuses_a_missing_or_empty_base_model_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base_model: str, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve_here: ServeHere, base_model: str, message: str
 ) -> None:
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     options = ["--port", str(free_port()), "--state-dir", str(tmp_path / "state")]
-    done = run_skyrl("serve", "--base-model", base_model, *options)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    code, said = serve_here("--base-model", base_model, *options)
+    assert code == 2
+    (line,) = said.splitlines()
     assert line.startswith(message.format(tmp_path / "empty"))
     assert not (tmp_path / "state").exists(), "serve made no directory"
 
 
-def test_serve_refuses_ranks_for_which_no_gpu_will_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+def test_serve_refuses_ranks_for_which_no_gpu_will_come(tmp_path: Path, serve_here: ServeHere) -> None:
     key = "trainer.placement.policy_num_gpus_per_node"
     options = ["--port", str(free_port()), "--state-dir", str(tmp_path / "state")]
-    done = run_skyrl("serve", "--backend-config", f'{{"{key}": 2}}', *options)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    code, said = serve_here("--backend-config", f'{{"{key}": 2}}', *options, CUDA_VISIBLE_DEVICES="")
+    assert code == 2
+    (line,) = said.splitlines()
     assert line.startswith(f"skyrl serve: {key}: no node has 2 GPU: this machine has no GPU, and no other node will")
     assert not (tmp_path / "state").exists(), "serve made no directory"
 
 
-def test_serve_refuses_a_state_directory_in_use(tmp_path: Path) -> None:
+def test_serve_refuses_a_state_directory_in_use(tmp_path: Path, serve_here: ServeHere) -> None:
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = run_skyrl("serve", "--port", str(free_port()), "--state-dir", str(tmp_path))
-    assert done.returncode == 2
-    assert f"skyrl serve: state-dir: another skyrl server is running in {tmp_path}" in done.stderr
+        code, said = serve_here("--port", str(free_port()), "--state-dir", str(tmp_path))
+    assert code == 2
+    assert f"skyrl serve: state-dir: another skyrl server is running in {tmp_path}" in said
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
@@ -200,29 +224,28 @@ def test_serve_refuses_a_state_directory_in_use(tmp_path: Path) -> None:
     ids=["no choice", "refuse", "gateway"],
 )
 def test_serve_mentions_stable_reinforce_once_unless_its_operator_chose(
-    chosen: dict[str, str], lines: int, tmp_path: Path
+    chosen: dict[str, str], lines: int, tmp_path: Path, serve_here: ServeHere
 ) -> None:
     gateway = {"SKYRL_BASE_MODEL": "tiny", "SKYRL_EXTERNAL_INFERENCE_URL": "http://127.0.0.1:1"}
     # Another server's lock ends this server when it has read its configuration.
     with (tmp_path / "lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         options = ("--port", str(free_port()), "--state-dir", str(tmp_path))
-        done = run_skyrl("serve", *options, **chosen, **gateway if "SKYRL_BACKEND" in chosen else {})
-    assert "another skyrl server is running" in done.stderr
-    said = [line for line in done.stderr.splitlines() if "stable_reinforce" in line]
-    assert len(said) == lines
-    assert all("loss_fn=ppo" in line and 'losses.stable_reinforce = "cispo"' in line for line in said)
+        _, said = serve_here(*options, **chosen, **gateway if "SKYRL_BACKEND" in chosen else {})
+    assert "another skyrl server is running" in said
+    found = [line for line in said.splitlines() if "stable_reinforce" in line]
+    assert len(found) == lines
+    assert all("loss_fn=ppo" in line and 'losses.stable_reinforce = "cispo"' in line for line in found)
 
 
-def test_serve_refuses_a_newer_database(tmp_path: Path) -> None:
+def test_serve_refuses_a_newer_database(tmp_path: Path, serve_here: ServeHere) -> None:
     database = Database(f"sqlite:///{tmp_path / 'skyrl.db'}")
     migrate(database)
     database.write(lambda c: c.execute(text("UPDATE alembic_version SET version_num = '9999'")))
     database.close()
-    done = run_skyrl("serve", "--port", str(free_port()), "--state-dir", str(tmp_path))
-    assert done.returncode == 2
-    assert "skyrl serve: the database is at revision 9999, which this version of skyrl does not know" in done.stderr
-    assert "Traceback" not in done.stderr
+    code, said = serve_here("--port", str(free_port()), "--state-dir", str(tmp_path))
+    assert code == 2
+    assert "skyrl serve: the database is at revision 9999, which this version of skyrl does not know" in said
     assert not (tmp_path / "logs").exists(), "no child was started"
 
 
