@@ -31,8 +31,12 @@ def _skip_reason() -> str | None:
     return "needs a CUDA device; SKYRL_TEST_DEVICE=cpu rehearses it on a CPU (docs/gpu.md)"
 
 
+def _is_here(item: pytest.Item) -> bool:
+    return str(item.path).startswith(f"{HERE}/")  # asked of 10,000 items in each process: `parents` takes 0.4 s
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    gpu_tests = [item for item in items if HERE in item.path.parents]
+    gpu_tests = [item for item in items if _is_here(item)]
     reason = _skip_reason() if gpu_tests else None
     for item in gpu_tests:
         item.add_marker(pytest.mark.gpu)
@@ -41,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
     places = iter(sorted(gpu_tests, key=lambda item: place_of(item.nodeid)))
-    items[:] = [next(places) if HERE in item.path.parents else item for item in items]
+    items[:] = [next(places) if _is_here(item) else item for item in items]
     if gpu_tests and reason is None:
         FIGURES.add(**_machine())
 
