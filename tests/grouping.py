@@ -3,8 +3,8 @@
 A group runs in one process, in the order of its files. Each module is a group, so that its fixtures are made once.
 Some groups are larger: the tests on the servers of tests/fuzz/conftest.py, tests/plane/conftest.py,
 tests/faults/conftest.py, tests/e2e/conftest.py and tests/e2e/tools/conftest.py, those on the cluster of
-tests/ray/conftest.py, and the tests that import much of vLLM. One group of all servers would take longer than all other
-tests together take in the other processes.
+tests/ray/conftest.py, those on the vLLM of tests/component/inference/conftest.py, and the tests that import much of
+vLLM. One group of all servers would take longer than all other tests together take in the other processes.
 
 This module knows only the paths of tests. (pytest-xdist's own groups, `--dist loadgroup`, need marks and write into
 node ids, and pytest 9.2 does not allow that.)
@@ -56,6 +56,10 @@ RAY = "tests/ray"
 VLLM_CODE = "tests/unit/inference"
 """The tests of what changes vLLM: one process imports all that they use of it, which takes 20 s."""
 
+ONE_VLLM = "tests/component/inference/test_vllm_server.py"
+"""The group of the modules that use one vLLM without a server of skyrl."""
+ONE_VLLM_MODULES = frozenset({"tests/component/inference/test_sidecar_vllm.py", ONE_VLLM})
+
 MORTAL = "tests/faults/test_vllm_replaced.py"
 """The group of the modules that kill parts of one server with a vLLM."""
 MORTAL_MODULES = frozenset({"tests/faults/test_agent_durability.py", MORTAL})
@@ -69,7 +73,7 @@ ORDER = (
     *sorted(OWN_SERVERS),
     "tests/faults",
     "tests/release",
-    "tests/component/inference/test_vllm_server.py",
+    ONE_VLLM,
     FUZZ,
     VLLM_CODE,
     "tests/component",
@@ -89,7 +93,10 @@ def group_of(nodeid: str) -> str:
     for folder in (TOOLS, SHARED_SERVER, FUZZ, PLANE, RAY, VLLM_CODE):
         if path.startswith(f"{folder}/") and path not in OWN_SERVERS:
             return folder
-    return MORTAL if path in MORTAL_MODULES else path
+    for group, modules in ((MORTAL, MORTAL_MODULES), (ONE_VLLM, ONE_VLLM_MODULES)):
+        if path in modules:
+            return group
+    return path
 
 
 def start_position(nodeid: str) -> int:

@@ -1,27 +1,22 @@
-"""The sidecar in front of one real vLLM with the tiny model. The tests share both; each leaves nothing in flight."""
+"""The sidecar in front of one real vLLM with the tiny model. The tests share both, the vLLM also with
+test_vllm_server.py; each leaves nothing in flight."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from vllm_world import CONTEXT, KEY, RunningServer
 
-from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
-from skyrl.inference.placement import LocalPlacement
-from skyrl.inference.vllm_command import vllm_spec
-from skyrl.runtime.processes.ports import free_port
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(600)]
 
-KEY = "test-key"
-CONTEXT = 4096
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
 LONG = {"max_new_tokens": 3_500, "ignore_eos": True}
 PROMPT = [265, 296, 83, 315]
@@ -55,24 +50,13 @@ class Served(RunningSidecar):
         return answer["error"]["message"]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    config = load_config(
-        {"base_model": str(model_path()), "backend_config": {"generator.inference_engine.max_model_len": CONTEXT}}
-    )
-    spec = vllm_spec(config, free_port(), KEY, cuda=False)
-    handle = LocalPlacement(tmp_path_factory.mktemp("logs")).run(spec, [])
-    try:
-        async with running_sidecar(spec.url, vllm_api_key=KEY) as sidecar:
-            end = time.monotonic() + 400
-            while (await sidecar.post("/health_generate"))[0] != 200:
-                assert time.monotonic() < end, handle.log_tail(40)
-                await asyncio.sleep(0.1)
-            served = Served(sidecar.app, sidecar.url, sidecar.session)
-            served.vllm_url = spec.url
-            yield served
-    finally:
-        await handle.stop()
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def served(served: RunningServer) -> AsyncIterator[Served]:
+    async with running_sidecar(served.spec.url, vllm_api_key=KEY) as sidecar:
+        assert (await sidecar.post("/health_generate"))[0] == 200
+        own = Served(sidecar.app, sidecar.url, sidecar.session)
+        own.vllm_url = served.spec.url
+        yield own
 
 
 async def until_running(served: Served, samples: int) -> None:

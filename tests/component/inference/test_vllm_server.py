@@ -1,6 +1,7 @@
 """One real vLLM server: `skyrl.inference` starts it, watches it, loads adapters into it and stops it.
 
-The tests share the server and run in the order of this file; the last test stops the server.
+The tests share the server, also with test_sidecar_vllm.py, whose tests run first. They run in the order of this file;
+the last test stops the server.
 """
 
 from __future__ import annotations
@@ -11,35 +12,28 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import httpx
-import psutil
 import pytest
-import pytest_asyncio
 import torch
 from adapter_hosts import HostWithAllAdapters
 from safetensors.torch import load_file, save_file
 from tinker.proto.response_conv import deserialize_sample_response
 from transformers import AutoModelForCausalLM
+from vllm_world import ADAPTER_RANKS, KEY, MODEL, RunningServer, until
 
-from skyrl.base.config.loading import load_config
-from skyrl.base.config.server import ServerConfig
-from skyrl.base.tiny import model_path
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.sample_request import Distribution
 from skyrl.http.client import HttpClient
 from skyrl.inference.engine_group import EngineGroup
-from skyrl.inference.placement import LocalPlacement, LocalServer, ServerSpec
+from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.remote.references import reference_to
-from skyrl.inference.remote.settings import CACHE, node_environment
-from skyrl.inference.replica import Addresses, CallTimeouts, Replica, ReplicaState
-from skyrl.inference.vllm_client import VllmClient, VllmError
-from skyrl.inference.vllm_command import plugin_installed, vllm_spec
+from skyrl.inference.replica import Addresses, Replica, ReplicaState
+from skyrl.inference.vllm_client import VllmError
+from skyrl.inference.vllm_command import vllm_spec
 from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
 from skyrl.router.broadcast import Broadcasts
 from skyrl.router.policies import LeastInFlight
@@ -56,101 +50,12 @@ from skyrl.storage.checkpoint_store.directories import link_files
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.checkpoint_store.versions import version_key
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(600)]
 
-MODEL = model_path()
-KEY = "test-key"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
-# As many adapters as slots: vLLM's CPU code applies the adapter in the last slot to base-model rows.
-RANKS = {"rank8": 8, "rank32": 32}
-SLOTS = len(RANKS)
-HANGS_S = 5.0
-"""A server whose health answer takes longer than this three times in a row has hung."""
+RANKS = dict(zip(("rank8", "rank32"), ADAPTER_RANKS, strict=True))
 PROBES = 200
 """Health requests in a row: together they take far longer than a sample of 12 tokens."""
-
-
-class ScriptedHost:
-    """The host of a server that reads the files of this machine, with the directories that a test sets."""
-
-    copies = False
-
-    def __init__(self) -> None:
-        self.directories: dict[AdapterVersion, Path] = {}
-
-    async def bring(self, adapter: AdapterVersion) -> str:
-        return str(self.directories[adapter])
-
-
-@dataclass
-class RunningServer:
-    """The running server and the URLs that were published for it."""
-
-    config: ServerConfig
-    """Adapters may also be loaded from the checkpoint store of this configuration, by references."""
-    spec: ServerSpec
-    handle: LocalServer
-    group: EngineGroup
-    replica: Replica
-    host: ScriptedHost
-    in_use: list[AdapterVersion]
-    """The adapters that the replica must load before it is ready."""
-    client: VllmClient
-    running: asyncio.Task[None]
-    published: list[str | None] = field(default_factory=list)
-
-
-async def until(condition: Callable[[], object], within_s: float) -> None:
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end, "did not come true in time"
-        await asyncio.sleep(0.05)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningServer]:
-    assert plugin_installed(), "vLLM does not find the plugin: pip install -e . --no-deps"
-    logs = tmp_path_factory.mktemp("logs")
-    backend = {
-        "generator.inference_engine.max_model_len": 1024,
-        "generator.inference_engine.engine_init_kwargs": {
-            "middleware": "skyrl.inference.remote.middleware.StoredAdapterLoads"
-        },
-        "trainer.policy.model.lora": {"max_loras": SLOTS, "max_cpu_loras": 8, "max_lora_rank": 32},
-    }
-    state_dir = tmp_path_factory.mktemp("state")
-    config = load_config({"base_model": str(MODEL), "state_dir": state_dir, "backend_config": backend})
-    spec = vllm_spec(config, free_port(), KEY, cuda=False)
-    own = {CACHE: str(state_dir / "node"), "VLLM_CACHE_ROOT": str(state_dir / "vllm")}
-    spec = replace(spec, env={**spec.env, **node_environment(config), **own})
-    handle = LocalPlacement(logs).run(spec, [])
-    published: list[str | None] = []
-    locked = iter([True])
-
-    async def publish(url: str | None) -> None:
-        if next(locked, False):
-            raise OSError("the first write fails: database is locked")
-        published.append(url)
-
-    host, in_use = ScriptedHost(), list[AdapterVersion]()
-
-    async def adapters() -> list[AdapterVersion]:
-        return in_use
-
-    replica = Replica("vllm", Addresses.same(spec.url), KEY, host, CallTimeouts(health_s=HANGS_S, unload_s=HANGS_S))
-    group = EngineGroup([replica], publish, adapters, watching_interval_s=0.3, grace_s=400)
-    client = VllmClient(spec.url, KEY)
-    running = asyncio.create_task(group.run())
-    try:
-        await until(lambda: group.ready, 400)
-        yield RunningServer(config, spec, handle, group, replica, host, in_use, client, running, published)
-    except AssertionError as error:
-        raise AssertionError(f"{error}: {group.reason}\n{handle.log_tail(40)}") from error
-    finally:
-        await group.close()
-        await running
-        await client.close()
-        await handle.stop()
 
 
 def adapter(directory: Path, rank: int) -> Path:
@@ -257,8 +162,7 @@ def processes_of_group(group: int) -> dict[int, str]:
 async def test_a_first_look_at_a_models_class_starts_no_process(served: RunningServer) -> None:
     looked = served.config.state_dir / "vllm" / "modelinfos"
     assert [*looked.iterdir()], "vLLM keeps elsewhere what it has found"
-    server = psutil.Process(served.handle.pid)
-    assert server.cpu_times().children_user < 1, "vLLM has imported everything a second time"
+    assert served.children_s < 1, "vLLM has imported everything a second time"
 
 
 async def test_a_ready_server_is_warmed_up_and_published(served: RunningServer) -> None:
@@ -266,10 +170,8 @@ async def test_a_ready_server_is_warmed_up_and_published(served: RunningServer) 
     assert served.published == [served.spec.url]
     assert served.group.reason == ""
     assert await models(served) == [str(MODEL)]
+    assert served.warmed_up_by >= 4, "the warm-up has done the slow work of a first request"
     async with client_of(served) as http:
-        metrics = (await http.get("/metrics")).text.splitlines()
-        done = sum(float(line.split()[-1]) for line in metrics if line.startswith("vllm:request_success_total{"))
-        assert done >= 4, "the warm-up has done the slow work of a first request"
         await complete(http, prompt=[5, 6, 7], max_tokens=2)
 
 

@@ -9,6 +9,8 @@ from tests.grouping import (
     FUZZ,
     MORTAL,
     MORTAL_MODULES,
+    ONE_VLLM,
+    ONE_VLLM_MODULES,
     ORDER,
     OWN_SERVERS,
     PROGRAMS,
@@ -29,6 +31,7 @@ from tests.slow import RUNS_SLOW_TESTS
         ("tests/e2e/sdk/test_matrix.py::test_one", PROGRAMS if RUNS_SLOW_TESTS else SHARED_SERVER),
         ("tests/e2e/test_durability.py::test_one", "tests/e2e/test_durability.py"),
         ("tests/e2e/tools/test_tools.py::test_one", TOOLS),
+        ("tests/component/inference/test_sidecar_vllm.py::test_one", ONE_VLLM),
         ("tests/faults/test_agent_durability.py::test_one", MORTAL),
         ("tests/faults/test_vllm_replaced.py::test_one", MORTAL),
         ("tests/faults/test_shutdown.py::test_one", "tests/faults/test_shutdown.py"),
@@ -51,7 +54,7 @@ def test_slow_groups_start_first_and_unlisted_ones_last() -> None:
 
 
 def test_the_paths_of_the_groups_exist() -> None:
-    assert all((ROOT / path).exists() for path in (*ORDER, *OWN_SERVERS, *MORTAL_MODULES))
+    assert all((ROOT / path).exists() for path in (*ORDER, *OWN_SERVERS, *MORTAL_MODULES, *ONE_VLLM_MODULES))
 
 
 def test_modules_listed_with_a_server_of_their_own_do_not_use_the_shared_one(request: pytest.FixtureRequest) -> None:
