@@ -53,7 +53,7 @@ from skyrl.storage.checkpoint_store.versions import version_key
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(600)]
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
-RANKS = dict(zip(("rank8", "rank32"), ADAPTER_RANKS, strict=True))
+RANKS: dict[str, int] = dict(zip(("rank8", "rank32"), ADAPTER_RANKS, strict=True))
 PROBES = 200
 """Health requests in a row: together they take far longer than a sample of 12 tokens."""
 
