@@ -66,7 +66,7 @@ DISTURBED_CORES = 0.3
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="short windows: two to three minutes, rougher")
+    parser.add_argument("--quick", action="store_true", help="short windows, rougher")
     parser.add_argument("--only", nargs="+", choices=STEPS, metavar="ROW", help=f"of: {', '.join(STEPS)}")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="directory for bench.json")
     return parser.parse_args()
