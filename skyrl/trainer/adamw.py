@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from skyrl.trainer.lora.adapter import Buffers
 from skyrl.trainer.protocol import AdamParams, DeviceFault, InvalidRequest
@@ -49,7 +48,8 @@ def gradient_norm(buffers: Buffers) -> float:
 def norm_of(flat: Tensor) -> float:
     """The norm of a flat float32 tensor; infinite where a square does not fit into float32. A GPU adds in a tree, and
     needs no pieces."""
-    return float(get_total_norm(flat.split(NORM_PIECE) if flat.is_cpu else [flat]))
+    norms = [torch.linalg.vector_norm(piece) for piece in (flat.split(NORM_PIECE) if flat.is_cpu else [flat])]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 def adamw_step(
