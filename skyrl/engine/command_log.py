@@ -33,7 +33,7 @@ from skyrl.storage.db import futures
 from skyrl.storage.db import models as rows
 from skyrl.storage.db.database import Change, Connection, Database
 from skyrl.storage.db.futures import Outcome
-from skyrl.storage.db.models import living_among, set_model
+from skyrl.storage.db.models import living_among, set_status
 from skyrl.storage.doorbell import Doorbell
 from skyrl.trainer.protocol import InvalidRequest, OutOfMemory
 
@@ -139,7 +139,7 @@ def fails_model(command: Command) -> Change | None:
     """The change that the failure of a command makes besides its outcome: the failure of a model's first command fails
     the model."""
     if command.seq_id == 0 and command.model_id is not None:
-        return set_model(command.model_id, status="failed")
+        return set_status(command.model_id, "failed")
     return None
 
 

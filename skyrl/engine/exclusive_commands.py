@@ -24,7 +24,7 @@ from skyrl.engine.threads import EngineThreads
 from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.db import audit, checkpoints, futures
 from skyrl.storage.db.database import Connection, FencedDatabase
-from skyrl.storage.db.models import ModelRecord, find_model, set_model
+from skyrl.storage.db.models import ModelRecord, find_model, set_status
 from skyrl.trainer.protocol import AdamParams, Backend, PlaceTaken
 
 PLACE_S, PLACE_POLL_S = 10.0, 0.05
@@ -94,7 +94,7 @@ class ExclusiveCommands:
         self._backend.create_model(model.id, model.lora)
         if self._backend.limits.ties_unembedding and model.lora.train_unembed and not model.lora.is_full:
             logger.info(ON_A_TIED_HEAD, model.id)
-        return ExclusiveResult({"type": "create_model", "model_id": model.id}, set_model(model.id, status="ready"))
+        return ExclusiveResult({"type": "create_model", "model_id": model.id}, set_status(model.id, "ready"))
 
     def _with_place(self, work: Callable[[], None]) -> None:
         """Run on the backend thread, and wait. A model that was closed just before has its place until the event loop
@@ -110,7 +110,7 @@ class ExclusiveCommands:
 
     def _unload_model(self, command: Command, body: bytes, model: ModelRecord) -> ExclusiveResult:
         """Changes only the row. `ModelEnds` drops the model after the commit, as when a session ends."""
-        return ExclusiveResult(unloaded(model.id), set_model(model.id, status="closed"))
+        return ExclusiveResult(unloaded(model.id), set_status(model.id, "closed"))
 
     def _optim_step(self, command: Command, body: bytes, model: ModelRecord) -> ExclusiveResult:
         params = adam_params(body)
@@ -147,7 +147,7 @@ class ExclusiveCommands:
 
         with self._store.reading(saved.store_key) as directory:
             self._with_place(load)
-        ready = set_model(model.id, status="ready")
+        ready = set_status(model.id, "ready")
 
         details = {"tinker_path": request.path, "model_id": path.model_id, "into": model.id}
         if saved.tenant != model.tenant:

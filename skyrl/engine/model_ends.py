@@ -26,7 +26,7 @@ from skyrl.engine.threads import EngineThreads
 from skyrl.storage.db import models as rows
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.futures import Outcome
-from skyrl.storage.db.models import ModelRecord, living, set_model
+from skyrl.storage.db.models import ModelRecord, living, set_status
 from skyrl.storage.db.session_ends import end_sessions
 from skyrl.storage.doorbell import Doorbell
 from skyrl.trainer.protocol import Backend
@@ -100,7 +100,7 @@ def fail_foreign(database: Database, settlement: Settlement, role: BaseModelSlot
 
     def fail_models(connection: Connection) -> None:
         for model_id in foreign:
-            set_model(model_id, status="failed")(connection)
+            set_status(model_id, "failed")(connection)
 
     settlement.refuse(commands, why, fail_models)
     for model in foreign.values():

@@ -208,7 +208,7 @@ class Recovery:
             if await self._hold(model.id, error):
                 return
             logger.exception("model %s cannot be restored", model.id)
-            await asyncio.to_thread(self._database.write, model_rows.set_model(model.id, status="failed"))
+            await asyncio.to_thread(self._database.write, model_rows.set_status(model.id, "failed"))
             await self._log.close_queue(model.id)
             self.on_failed()
         if model.id not in self._scheduler:  # the model has failed, or its session has ended meanwhile

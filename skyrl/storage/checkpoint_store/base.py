@@ -92,7 +92,8 @@ class CheckpointStore(Protocol):
         ...
 
     def claim(self, owner: str) -> str:
-        """Mark the store as `owner`'s if it has no owner. Returns its owner."""
+        """Mark the store as `owner`'s if it has no owner. Returns its owner: an empty text where a server ended in the
+        middle of this."""
         ...
 
 

@@ -379,10 +379,20 @@ def over_among(connection: Connection, model_ids: Collection[str]) -> set[str]:
     return set(connection.execute(query).scalars()) if model_ids else set()
 
 
-def set_model(model_id: str, **values: Any) -> Callable[[Connection], None]:
-    """A change that updates columns of one model."""
+def set_model(model_id: str, **values: int) -> Callable[[Connection], None]:
+    """A change that updates counters of one model."""
 
     def change(connection: Connection) -> None:
         connection.execute(update(models).where(models.c.id == model_id).values(**values))
+
+    return change
+
+
+def set_status(model_id: str, status: str) -> Callable[[Connection], None]:
+    """A change of a model's status. One that has ended stays as it is: its session may end while a command runs."""
+
+    def change(connection: Connection) -> None:
+        lives = (models.c.id == model_id) & models.c.status.in_(LIVING)
+        connection.execute(update(models).where(lives).values(status=status))
 
     return change

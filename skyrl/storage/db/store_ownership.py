@@ -44,6 +44,11 @@ def claim_store(config: ServerConfig, database: Database, server: str) -> None:
         marked = open_store(config).claim(f"{owner} {home}")
     except StoreError as error:
         raise ConfigError(f"checkpoint_store: {error}") from error
+    if not marked:
+        raise ConfigError(
+            f"checkpoint_store: {OWNER!r} in {url} is empty: a server ended while it wrote it. If no other server "
+            "starts on this store now, delete the file"
+        )
     marked_owner, _, marked_home = marked.partition(" ")
     if marked_owner != owner:
         raise ConfigError(

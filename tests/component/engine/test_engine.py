@@ -16,13 +16,13 @@ from engine_harness import Harness, Trainer, data, files_in, harness_in, until
 from sqlalchemy import delete, update
 
 from skyrl.base.types.requests import SAVES, Kind
-from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.engine import loop, sweeping
 from skyrl.storage.checkpoint_store.directories import safe_name, scratch_in
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db import retention
 from skyrl.storage.db.checkpoints import checkpoints
-from skyrl.storage.db.models import models
+from skyrl.storage.db.models import models, set_status
 from skyrl.storage.db.samplers import find_sampler, samplers
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.doorbell import SESSIONS
@@ -94,6 +94,23 @@ async def test_loaded_weights_equal_the_saved_ones_bit_for_bit(harness: Harness)
     assert await other.state() == before
     assert await other.step(5) == await trainer.step(5)
     assert await other.state() == await trainer.state()
+
+
+@pytest.mark.parametrize("kind", [Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS])
+async def test_a_model_whose_session_ends_while_it_is_made_stays_closed(harness: Harness, kind: Kind) -> None:
+    trainer = await Trainer.create(harness)
+    path = (await trainer.do(Kind.SAVE_WEIGHTS, path="first"))["path"]
+    other = await Trainer.create(harness, session=trainer.session, model_seq_id=1, create=False)
+    make = harness.backend.create_model
+
+    def made(model_id: str, lora: LoraSpec) -> None:
+        make(model_id, lora)
+        harness.database.write(set_status(model_id, "closed"))
+
+    harness.backend.create_model = made  # type: ignore[method-assign]
+    body = {"path": path, "optimizer": True} if kind is Kind.LOAD_WEIGHTS else {}
+    await other.result(await other.send(kind, 0, **body))
+    assert harness.model_row(other.model_id).status == "closed"
 
 
 async def test_a_load_after_steps_is_accepted_and_drops_moments_and_the_gradient(harness: Harness) -> None:

@@ -26,7 +26,7 @@ from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database, Displaced, Fence, FencedDatabase, claim_owner
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.futures import Outcome
-from skyrl.storage.db.models import set_model
+from skyrl.storage.db.models import set_status
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.doorbell import SESSIONS, Doorbell
 from tests.engine_process import claim_for_tests
@@ -104,7 +104,7 @@ async def new_model(trainer: Trainer, path: str) -> None:
 async def command_of_a_closed_model(trainer: Trainer, path: str) -> None:
     harness = trainer.harness
     other = await Trainer.create(harness, session=trainer.session, model_seq_id=1, create=False)
-    harness.database.write(set_model(other.model_id, status="closed"))
+    harness.database.write(set_status(other.model_id, "closed"))
     await other.send(Kind.CREATE_MODEL, 0)
 
 
@@ -212,7 +212,7 @@ async def test_no_file_is_deleted_after_the_claim_is_lost(harness: Harness) -> N
     await closed.outcome(await closed.send(Kind.FORWARD))
     expired = update(checkpoints).values(expires_at=time.time() - 1)
     harness.database.write(lambda c: c.execute(expired))
-    harness.database.write(set_model(closed.model_id, status="closed"))
+    harness.database.write(set_status(closed.model_id, "closed"))
     harness.parts.sweeper._deletable_at[AdapterVersion.of("model", 1)] = (
         0.0  # the adapter is unloaded, and its grace period is over
     )

@@ -266,6 +266,20 @@ def test_a_checkpoint_store_belongs_to_one_database(tmp_path: Path, on_s3: dict[
 
 
 @ON_SQLITE
+def test_an_owner_that_a_crash_left_empty_is_told_as_such(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    config = load_config({"state_dir": tmp_path / "state", "checkpoint_store": f"file://{shared}"})
+    shared.mkdir()
+    (shared / "skyrl-owner").touch()
+    with closing(Database(config.database)) as database:
+        make_tables(database)
+        with pytest.raises(ConfigError, match="checkpoint_store: 'skyrl-owner' in .* is empty"):
+            claim_store(config, database, "server")
+        (shared / "skyrl-owner").unlink()
+        claim_store(config, database, "server")
+
+
+@ON_SQLITE
 @pytest.mark.parametrize("kind", ["s3", "file"])
 def test_a_copy_of_the_database_may_not_use_the_checkpoint_store(
     tmp_path: Path, on_s3: dict[str, Any], kind: str

@@ -21,7 +21,7 @@ from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.storage.db.checkpoints import Checkpoint, put, store_keys
 from skyrl.storage.db.database import MAX_NAMED, Connection, Database
-from skyrl.storage.db.models import Model, add_model, set_model
+from skyrl.storage.db.models import Model, add_model, set_status
 from skyrl.storage.db.samplers import Sampler, add_sampler
 from skyrl.storage.db.tables import SessionRow
 from tests.databases import make_tables
@@ -118,7 +118,7 @@ def test_snapshots_of_closed_models_and_of_failed_ones_without_a_session_are_del
     session = {"id": "s1", "tenant": "t", "status": session_status, "created_at": 0.0, "heartbeat_at": 0.0}
     database.write(lambda c: c.execute(sessions.insert(), session | {"sdk_version": "", "tags": []}))
     database.write(add_model(Model(MODEL, "s1", "t", "base", LoraSpec(4, 8.0, 1), None), 0))
-    database.write(set_model(MODEL, status=model_status))
+    database.write(set_status(MODEL, model_status))
     snapshot = config.snapshots_dir / safe_name(MODEL) / "3"
     snapshot.mkdir(parents=True)
     sweeper.delete_files(set())
