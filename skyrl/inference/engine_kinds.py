@@ -49,10 +49,6 @@ class Vllm:
     tested: bool | None = None
 
     @property
-    def name(self) -> str:
-        return VLLM
-
-    @property
     def probes(self) -> Mapping[Probe, float]:
         options = self.config.backend_config.inference
         step_s = options.step_timeout_s

@@ -69,8 +69,8 @@ class Served:
         answer = self._ask(call, arguments)
         if "job" not in answer:
             return answer
-        number = answer["job"]
-        while (answer := self._ask("job", {"number": number})).get("running"):
+        numbers = [answer["job"]]
+        while (answer := self._ask("job", {"numbers": numbers})).get("running"):
             time.sleep(0.01)
         return answer
 

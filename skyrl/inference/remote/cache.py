@@ -158,8 +158,12 @@ class NodeCache:
         """Delete saves that no vLLM has loaded: those that were not used for `keep_s`, and as many others as there are
         too many bytes, the least recently used first."""
         complete = [path for path in subdirectories(self._stored) if not is_scratch(path)]
-        found = sorted((path.stat().st_mtime, path) for path in complete)
-        sizes = {path: sum(sizes_of(path).values()) for _, path in found}
+        found, sizes = list[tuple[float, Path]](), dict[Path, int]()
+        for path in complete:
+            with contextlib.suppress(FileNotFoundError):  # another fetch has deleted it
+                sizes[path] = sum(sizes_of(path).values())
+                found.append((path.stat().st_mtime, path))
+        found.sort()
         too_many = sum(sizes.values()) + wanted_bytes - self._max_bytes
         for used_at, path in found:
             if too_many <= 0 and used_at >= time.time() - self._keep_s:

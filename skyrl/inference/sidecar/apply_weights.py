@@ -130,6 +130,8 @@ class ApplyWeights:
 
     async def _change_model(self, change: Change, frozen: int) -> Applied:
         version = change.version or await self._next_version()
+        if version is None:
+            raise VllmAway("vLLM did not answer the version of its weights")
         before, self.trouble.reason = self.trouble.reason, "an update has not ended"
         try:
             ranks = await self.weights.outcomes("apply", {"partial": change.partial}, self.update_s)
@@ -156,13 +158,11 @@ class ApplyWeights:
         try:
             if change.flush_cache or abandoned:
                 await self._flush(recompute=frozen > 0)
-            if version is None:
-                raise VllmAway("vLLM did not answer the version of its weights")
             await self.name(version)
         except SidecarError as error:
             await self.trouble.remember(f"the new weights are loaded, and were not put into service: {error.message}")
             raise VllmBroke(self.trouble.reason) from error
-        self.was_updated = True
+        self.was_updated, self.updated_start = True, None
         with contextlib.suppress(SidecarError):
             self.updated_start = (await self.vllm.health()).start
         return Applied(frozen, version, ranks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qs
@@ -32,7 +33,7 @@ def integer(name: str, value: Any, low: int, high: int = INT64_MAX) -> int:
 
 def number(name: str, value: Any, low: float, high: float = math.inf, *, above: bool = False) -> float:
     """With `above`, the value must be greater than `low`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise BadRequest(f"{name}: must be a number, got {_shown(value)}")
     if value < low or value > high or (above and value == low):
         lower = f"greater than {low:g}" if above else f"at least {low:g}"
@@ -50,6 +51,10 @@ def boolean(name: str, value: Any) -> bool:
 def string(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise BadRequest(f"{name}: must be a string, got {_shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadRequest(f"{name}: has half of a surrogate pair") from None
     return value
 
 

@@ -7,6 +7,7 @@ has."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Iterable
@@ -121,12 +122,10 @@ class Control:
         """`?timeout=s` waits for the end of what is in flight. 400 if something is, or is frozen."""
         given = (await parameters(call)).get("timeout")
         timeout_s = 0.0 if given is None else number("timeout", given, 0)
-        if timeout_s > 0:
-            try:
+        if timeout_s > 0 and self.pauses.mode is not PauseMode.RETRACT:  # what is frozen does not end
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(timeout_s, 3600)), call.body.while_connected():
                     await self.in_flight.quiet.wait()
-            except TimeoutError:
-                raise BadRequest(BUSY) from None
         retracted = self.pauses.mode is PauseMode.RETRACT
         if not self.in_flight.quiet.is_set() and not retracted:
             raise BadRequest(BUSY)

@@ -151,7 +151,7 @@ class Generation:
             finally:
                 for task in tasks:
                     task.cancel()
-                await asyncio.wait(tasks)
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _collect(self, job: Job, collected: Collected, changed: Callable[[], None]) -> None:
         try:

@@ -296,7 +296,7 @@ class _Served:
         """Raises BadRequest if the client gave vLLM's field another value."""
         if self._of_vllm(theirs) not in (None, False, value):
             raise BadRequest(f"{ours}: {theirs} has another value")
-        self._fields[theirs] = msgspec.Raw(msgspec.json.encode(value))
+        self._fields[theirs] = msgspec.Raw(json.dumps(value).encode())  # msgspec refuses half of a surrogate pair
 
     def _set_grammar(self) -> None:
         given = [name for name in _GRAMMARS if self._given.get(name)]

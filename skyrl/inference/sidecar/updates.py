@@ -88,12 +88,15 @@ class Updates:
     async def see_start(self, start: str | None) -> None:
         """`start` names the start of vLLM that answers now. Another one than that of the last update has the weights
         that vLLM loads by itself."""
-        if start is None or self._applying.updated_start in (None, start):
+        before = self._applying.updated_start
+        if start is None or before in (None, start):
             return
         async with self.locked():
+            if self._applying.updated_start != before:
+                return  # updated while this waited
+            await self._trouble.take_over(FIRST_WEIGHTS)  # the next look tries again if this fails
             self._applying.was_updated, self._applying.updated_start = False, None
             self._forget_staged()
-            await self._trouble.take_over(FIRST_WEIGHTS)
 
     async def from_disk(self, arguments: Arguments, change: Change) -> dict[str, Any]:
         """The answer. Everything is read before it: the caller may delete the directory. Raises SidecarError."""

@@ -77,10 +77,10 @@ class VllmWeights:
         self._lines: tuple[str, ...] = ()
         """Where the workers of the present vLLM answer without its engine; empty if that is not known."""
 
-    async def call(self, name: str, arguments: dict[str, Any] | None = None, timeout_s: float | None = None) -> Ranks:
+    async def call(self, name: str, arguments: dict[str, Any] | None = None) -> Ranks:
         """The answer of each rank. Raises BadRequest when a rank refuses, Busy when another call still runs,
         NotOffered, and VllmAway or VllmBroke when vLLM fails."""
-        ranks = await self.outcomes(name, arguments, timeout_s)
+        ranks = await self.outcomes(name, arguments)
         if (refused := refusal(ranks)) is not None:
             raise refused
         return ranks
@@ -119,10 +119,14 @@ class VllmWeights:
     async def job(self, name: str, arguments: dict[str, Any] | None, timeout_s: float) -> Ranks:
         """Start a job, and wait for its end. After `timeout_s`, and when this is cancelled, the job is told to stop.
         Raises as `call`."""
-        started = await self.call(name, arguments)
+        started = await self.outcomes(name, arguments)
+        if (refused := refusal(started)) is not None:
+            if any(rank.get("ok") is True for rank in started):
+                await self._stop()
+            raise refused
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._until_ended(started[0]["job"])
+                return await self._until_ended([rank["job"] for rank in started])
         except TimeoutError:
             await self._stop()
             raise BadRequest(f"it took longer than {timeout_s:g} s") from None
@@ -130,10 +134,11 @@ class VllmWeights:
             await asyncio.shield(self._stop())
             raise
 
-    async def _until_ended(self, number: int) -> Ranks:
+    async def _until_ended(self, numbers: list[int]) -> Ranks:
+        """`numbers`: of each rank's job. A rank that refused a job counts one less from then on."""
         pause_s = FIRST_POLL_S
         while True:
-            ranks = await self.call("job", {"number": number})
+            ranks = await self.call("job", {"numbers": numbers})
             if not any(rank.get("running") for rank in ranks):
                 return ranks
             if not self._lines:

@@ -185,7 +185,8 @@ def tell_cached_prompts() -> None:
         several = any(len(result.outputs) > 1 for result in final_res_batch)
         outputs = [output for result in final_res_batch for output in result.outputs]
         for choice, output in zip(response.choices, outputs, strict=True) if several else ():
-            setattr(choice, CACHED_TOKENS, getattr(output, CACHED_TOKENS))
+            if hasattr(output, CACHED_TOKENS):  # vLLM's beam search makes its outputs itself
+                setattr(choice, CACHED_TOKENS, getattr(output, CACHED_TOKENS))
         return response
 
     RequestState._new_completion_output = noting  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
 """The process that decodes pictures: python -m skyrl.runtime.pictures.worker CPU_S MEMORY_BYTES NICE.
 
-Reads files from its standard input, each behind a header (`INCARNATION`), and answers each with a line of JSON:
+Reads files from its standard input, each behind a header (`HEADER`), and answers each with a line of JSON:
 {"size": [width, height]} or {"bad": reason}; before the first file it says {}. Ends with its input, so with the process
 that started it. A file that takes too much processor time ends the process by SIGPROF.
 

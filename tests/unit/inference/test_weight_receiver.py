@@ -65,7 +65,7 @@ class World:
         if not started["ok"]:
             return started
         ended()
-        return self.call("job", number=started["job"])
+        return self.call("job", numbers=[started["job"]])
 
     def join(self, name: str = "g", address: str = "here", rank_offset: int = 1) -> FakeGroup:
         arguments: dict[str, Any] = {"port": 1, "world_size": 2, "backend": "gloo", "timeout_s": 1.0}

@@ -54,8 +54,8 @@ logger = logging.getLogger("vllm.skyrl_plugin")
 
 
 class Receiver:
-    """`join(address, port, rank, world, name, backend, timeout_s)` forms a group. `prepare` runs at the start of each
-    job's thread."""
+    """`join(address, port, rank, world, name, backend, timeout_s)` forms a group. `rank`: of this worker in its
+    vLLM. `prepare` runs at the start of each job's thread."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Receiver:
         checks = Checks(model, ranks)
         self._calls: dict[str, Callable[..., dict[str, Any]]] = {
             "state": self.state,
-            "job": self._jobs.state,
+            "job": lambda numbers, wait_s=0.0: self._jobs.state(numbers[rank], wait_s),
             "stop": self.stop,
             "read": FromDisk(model, self._area, self._jobs).read,
             "join_group": self._groups.join_group,
