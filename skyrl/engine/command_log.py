@@ -116,7 +116,7 @@ class Settlement:
     def refuse(
         self,
         commands: Sequence[Command],
-        why: Callable[[Command], FailedRequest] = model_is_gone,
+        why: Callable[[Command], FailedRequest],
         change: Change | None = None,
     ) -> None:
         """Fail commands whose model is closed, and make `change`. A command that unloads the model succeeds."""
@@ -192,8 +192,7 @@ class CommandLog:
         """Close the queue of a closed or failed model: fail its waiting commands, also commands that wait for a missing
         seq_id."""
         async with self._reading:  # a running `read` may be about to queue a command of this model
-            waiting = self._scheduler.close_model(model_id)
-        await self._refuse(waiting)
+            await self._refuse(self._scheduler.close_model(model_id))
 
     async def _queue_new(self) -> None:
         last_row, known = self._scheduler.last_row, self._scheduler.model_ids

@@ -36,7 +36,7 @@ from skyrl.storage.db import models as rows
 from skyrl.storage.db import pictures as picture_rows
 from skyrl.storage.db import run_steps, usage
 from skyrl.storage.db.database import Change, Connection, Database, Displaced, FencedDatabase
-from skyrl.storage.db.faults import DatabaseError
+from skyrl.storage.db.faults import DatabaseError, is_transient
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.pictures import PictureFiles
 from skyrl.storage.db.run_steps import StepSums
@@ -92,6 +92,8 @@ def run_passes(
         try:
             runnable.append((command, decode_pass(command, bodies[command.request_id], backend, pictures)))
         except Exception as error:  # the client gets it, or the log
+            if is_transient(error):
+                raise
             outcomes[command.request_id] = failed(error, command)
     results: Sequence[PassResult | Exception]
     try:
@@ -286,9 +288,9 @@ class Execution:
                 change = run_steps.end_step(command.model_id, time.perf_counter() - started, rate)
             if ran.weights is not None:
                 self._publisher.publish(ran.weights)
-        except Displaced:  # the engine that holds the claim runs the command
-            raise
         except Exception as error:  # the client gets it, or the log
+            if isinstance(error, Displaced) or is_transient(error):  # the next engine runs the command
+                raise
             outcome, change = failed(error, command), fails_model(command)
         self._settlement.settle([(command.request_id, outcome)], change, power_safe=command.kind in SAVES)
         return outcome

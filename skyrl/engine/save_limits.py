@@ -54,8 +54,8 @@ class SaveLimits:
             raise FailedRequest(f"over quota: {stored_sentence(stored, limit)}")
 
     def check_sampling_sessions(self, tenant: str) -> None:
-        """Refuse an unnamed save, which opens a sampling session, when the tenant's open sampling sessions have reached
-        their limit."""
+        """Refuse an unnamed save, which opens a sampling session, when those of the tenant's active sessions have
+        reached their limit."""
         bound = self._config.max_sampling_sessions_per_tenant
         living = self._database.read(lambda c: quotas.living_samplers(c, tenant))
         if living >= bound:

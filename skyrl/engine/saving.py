@@ -250,6 +250,8 @@ class Saves:
         a number used twice, the client would sample from the older adapter."""
         if request.sampling_session_seq_id is None:
             raise RequestError("give a name, or sampling_session_seq_id for an unnamed save", field="path")
+        if not 0 <= request.sampling_session_seq_id < 2**31:
+            raise RequestError("must be in [0, 2**31)", field="sampling_session_seq_id")
         sampler_id = sampling_session_id_of(model.session_id, request.sampling_session_seq_id)
         if self._database.read(lambda c: sampler_exists(c, sampler_id)):
             raise FailedRequest(f"sampling_session_seq_id: sampling session {sampler_id} exists already")

@@ -251,7 +251,7 @@ class Scheduler:
         candidates = self._heads_of(self._models_whose_head(model_ids, lambda head: head.kind not in kinds))
         batch: list[Command] = []
         for model_id in self._in_order(candidates):
-            if len(batch) * EXCLUSIVE_COST > self.budget:
+            if batch and (len(batch) + 1) * EXCLUSIVE_COST > self.budget:
                 break
             del candidates[model_id]
             batch.append(self._take(model_id))

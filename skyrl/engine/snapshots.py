@@ -161,7 +161,7 @@ class Snapshots:
                 link_tree(self.path(model_id, same_state), scratch)
         self._database.write(model_rows.set_model(model_id, next_seq=next_seq), power_safe=True)
         for old in target.parent.iterdir():
-            if old != target:
+            if old.name.isdecimal() and int(old.name) < next_seq:  # the server that has the claim by now has later ones
                 remove(old)
 
     def path(self, model_id: str, next_seq: int) -> Path:

@@ -204,11 +204,9 @@ class SampleService:
 
     async def adopt(self, sample: PendingSample) -> None:
         """Forward a pending sample that another API process, or the predecessor of this one, has left."""
-        if sample.sampling_session_id is not None and sample.sample_seq_id is not None:
-            key = ("sample", sample.sampling_session_id, sample.sample_seq_id)
-        else:
-            key = None
-        if not self._futures.adopt(sample.id, Kind.EXTERNAL, sample.tenant, sample.session_id, sample.digest, key):
+        session_id = sample.sampling_session_id
+        sampling = None if session_id is None else (session_id, sample.sample_seq_id)
+        if not self._futures.adopt(sample.id, sample.tenant, sample.session_id, sample.digest, sampling):
             return
         pictures = None
         try:

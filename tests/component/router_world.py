@@ -107,11 +107,12 @@ def steps(*parts: bytes | asyncio.Event | Callable[..., Any]) -> Script:
 
 
 class FakeWorker:
-    """An HTTP/1.1 server that runs `script` for each request, except for GET /health, which is `healthy`."""
+    """An HTTP/1.1 server that runs `script` for each request, except for GET /health: `health` if it is `healthy`."""
 
     def __init__(self, script: Script = echo) -> None:
         self.script = script
         self.healthy = True
+        self.health = HEALTHY
         self.probes = 0
         self.received: list[Received] = []
         self.port = 0
@@ -151,7 +152,7 @@ class FakeWorker:
                 exchange = Exchange(request, writer)
                 if request.path == "/health":
                     self.probes += 1
-                    await exchange.send(HEALTHY if self.healthy else HEALTHY.replace(b"200 OK", b"503 Away"))
+                    await exchange.send(self.health if self.healthy else HEALTHY.replace(b"200 OK", b"503 Away"))
                     continue
                 self.received.append(request)
                 watch = asyncio.create_task(self._watch(reader, exchange))

@@ -47,7 +47,7 @@ class UpdatedVllm(FakeVllm):
         whole = served(self.model, directory)
         self.receiver = Receiver(whole, lambda **_: self.group, torch.device("cpu"), {"tp_rank": 0}, 0, lambda: None)
         done = answers({"status": "ok", "success": True})
-        for path in ("/pause?mode=keep&clear_cache=false", "/pause?mode=abort&clear_cache=false", "/resume", "/health"):
+        for path in ("/pause?mode=keep&clear_cache=false", "/pause?mode=abort&clear_cache=false", "/resume"):
             self.answer[path] = done
         self.answer["/server_info?config_format=json"] = answers({"vllm_config": {}})
         for path in ("/reset_prefix_cache", "/reset_prefix_cache?reset_running_requests=true"):

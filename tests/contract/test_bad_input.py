@@ -328,7 +328,7 @@ CASES: list[tuple[str, Any, int, str | None]] = [
             ({"model_id": "{their_model}", "seq_id": 1}, 404, "model_id"),
             ({"model_id": "{model}", "seq_id": "1"}, 400, "seq_id"),
             ({"model_id": "{model}", "seq_id": -1}, 400, "seq_id"),
-            ({"model_id": "{model}", "seq_id": 2**63}, 400, "seq_id"),
+            ({"model_id": "{model}", "seq_id": 2**62}, 400, "seq_id"),
         )
     ),
     # Weights

@@ -83,8 +83,8 @@ async def submit(
 ) -> Response:
     """Record one command, ring the engine, and answer with the request's id. A command without a number runs after all
     earlier commands of its model. `first` runs in the transaction that records the command (`FutureStore.record`)."""
-    if seq_id is not None and not 0 <= seq_id < 2**63:
-        raise RequestError("must be in [0, 2**63)", field="seq_id")
+    if seq_id is not None and not 0 <= seq_id < 2**62:  # the numbers after it fit into a row
+        raise RequestError("must be in [0, 2**62)", field="seq_id")
     request_id, of_pictures = new_request_id(), 0
     if kind in PASSES:
         pictures = services.served.of(model.base_model).sampling.pictures

@@ -56,7 +56,7 @@ class AdapterUses:
     async def using(self, weights: WeightsRef) -> AsyncIterator[None]:
         """Hold a version for as long as the block runs. Other weights need no hold.
 
-        The caller has found the version's checkpoint just before. The engine waits `reclaim.GRACE_S` between unloading
+        The caller has found the version's checkpoint just before. The engine waits `sweeping.GRACE_S` between unloading
         a version and deleting its files, and looks for uses again before it deletes them. So a checkpoint that is
         deleted between that look-up and this hold does no harm.
         """
@@ -113,8 +113,8 @@ _PENDING = futures.c.status == literal_column("'pending'")
 class SamplerDropped(NotFound):
     """The adapter of a sampling session has been dropped."""
 
-    def __init__(self, sampling_session_id: str, *, field: str = "sampling_session_id") -> None:
-        super().__init__(dropped_sentence(sampling_session_id), field=field)
+    def __init__(self, sampling_session_id: str) -> None:
+        super().__init__(dropped_sentence(sampling_session_id), field="sampling_session_id")
 
 
 def dropped_sentence(sampling_session_id: str) -> str:

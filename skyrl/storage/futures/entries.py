@@ -121,6 +121,7 @@ class Entries:
             self.owned_elsewhere.discard(entry.id)
 
     def drop(self, entry: Entry) -> None:
+        self._settled_bytes -= self._settled.pop(entry.id, 0)
         self.by_id.pop(entry.id, None)
         self.owned_elsewhere.discard(entry.id)
         if entry.key is not None and self.by_key.get(entry.key) is entry:
@@ -164,9 +165,7 @@ class Entries:
 
     def forget(self, entry: Entry) -> None:
         """Remove a stored outcome from memory. From now on it is read from the database."""
-        size = self._settled.pop(entry.id, None)
-        if size is not None:
-            self._settled_bytes -= size
+        if entry.id in self._settled:
             self.drop(entry)
 
     def drop_session(self, session_id: str) -> list[str]:

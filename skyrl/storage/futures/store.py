@@ -351,17 +351,17 @@ class FutureStore:
     # Which process settles the request.
 
     def adopt(
-        self, request_id: str, kind: Kind, tenant: str, session_id: str, digest: bytes, key: RequestKey | None
+        self, request_id: str, tenant: str, session_id: str, digest: bytes, sampler: tuple[str, int | None] | None
     ) -> bool:
-        """Remember a pending request that was found in the database. This process settles it if it is a sample to
-        forward. Returns False if this process settles it already."""
+        """Remember a pending sample that was found in the database: this process settles it. `sampler`: its sampling
+        session, and its number there. Returns False if this process settles it already."""
         if self._entries.is_own(request_id):
             return False
-        sampler = (key[1], key[2]) if key is not None and key[0] == "sample" else None
+        key = None if sampler is None or sampler[1] is None else ("sample", sampler[0], sampler[1])
         entry = self._entries.by_id.get(request_id)
-        entry = entry or Entry(request_id, kind, tenant, session_id, digest, key, sampler)
+        entry = entry or Entry(request_id, Kind.EXTERNAL, tenant, session_id, digest, key, sampler)
         entry.key = key
-        self._entries.add(entry, owned_elsewhere=kind != Kind.EXTERNAL)
+        self._entries.add(entry, owned_elsewhere=False)
         return True
 
     def leave(self, request_ids: Iterable[str]) -> list[str]:

@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 from engine_harness import Harness, Trainer, data, files_in, harness_in, until
 from sqlalchemy import delete, update
+from sqlalchemy.exc import OperationalError
 
 from skyrl.base.types.requests import SAVES, Kind
 from skyrl.base.types.weights import AdapterVersion, LoraSpec
-from skyrl.engine import loop, sweeping
+from skyrl.engine import exclusive_commands, loop, sweeping
 from skyrl.storage.checkpoint_store.directories import safe_name, scratch_in
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db import retention
 from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.models import models, set_status
 from skyrl.storage.db.samplers import find_sampler, samplers
 from skyrl.storage.db.sessions import sessions
@@ -289,6 +291,31 @@ async def test_the_number_of_a_sampling_session_is_used_once(harness: Harness) -
     assert refused.error_category == "user"
     assert (refused.error or "").startswith("sampling_session_seq_id: ")
     assert harness.model_row(trainer.model_id).sampler_version == 1
+
+
+async def test_a_number_that_no_row_of_a_sampling_session_can_hold_fails_its_command_alone(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    for number in (-1, 2**31, 2**63):
+        refused = await trainer.fails(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=number)
+        assert (refused.error_category, refused.error) == ("user", "sampling_session_seq_id: must be in [0, 2**31)")
+    await trainer.step(1)
+
+
+async def test_a_database_that_is_away_while_a_command_begins_is_not_the_commands_failure(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any) -> None:
+        raise OperationalError("a read", None, Exception("no route"))
+
+    trainer = await Trainer.create(harness, create=False)
+    monkeypatch.setattr(exclusive_commands, "find_model", away)
+    harness.engine_database.stop_retrying()
+    creating = await trainer.send(Kind.CREATE_MODEL, 0)
+    await harness.wait_until_killed(DatabaseError)
+    monkeypatch.undo()
+    assert harness.model_row(trainer.model_id).status == "creating"
+    await harness.start()
+    await trainer.result(creating)
 
 
 async def test_all_commands_of_a_model_that_cannot_be_created_fail(harness: Harness) -> None:

@@ -143,6 +143,27 @@ async def test_a_snapshot_holds_a_gradient_that_no_step_has_used(due: Harness, t
     assert await trainer.state() == expected
 
 
+async def test_a_snapshot_deletes_only_older_ones_of_its_model(due: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While this engine was suspended, another one may have taken its claim, and snapshots with later numbers."""
+    trainer = await Trainer.create(due)
+    await trainer.step(1)
+    await wait_for_snapshot(due, trainer)
+    (old,) = snapshots(due, trainer.model_id)
+    others, write = [old.parent / "2000", old.parent / ".tmp-0123456789abcdef"], due.engine_database.write
+
+    def suspended(*arguments: Any, **options: Any) -> Any:
+        done = write(*arguments, **options)
+        if options.get("power_safe"):
+            for each in others:
+                each.mkdir(exist_ok=True)
+        return done
+
+    monkeypatch.setattr(due.engine_database, "write", suspended)
+    await trainer.step(2)
+    await until(lambda: not old.exists())
+    assert all(each.exists() for each in others)
+
+
 async def test_a_failed_snapshot_is_tried_later_and_stops_nothing(
     due: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,12 +20,13 @@ from engine_harness import until
 from skyrl.base.config.loading import load_config
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference import vllm_client
-from skyrl.inference.remote import middleware
+from skyrl.inference.remote import cache, middleware
 from skyrl.inference.remote.cache import NodeCache
 from skyrl.inference.remote.middleware import MAX_BODY, StoredAdapterLoads
 from skyrl.inference.remote.references import key_in, reference_to
 from skyrl.inference.remote.settings import NodeSettings, node_environment
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
+from skyrl.storage.checkpoint_store.directories import sizes_of
 from skyrl.storage.checkpoint_store.registry import store_at
 from skyrl.storage.checkpoint_store.versions import is_adapter, version_at, version_key
 
@@ -422,6 +423,24 @@ async def test_the_files_of_an_ended_vllm_wait_for_its_next_start_and_then_go(lo
         os.utime(path, (0, 0))
     NodeCache(local_node.store, root, 2**30, is_adapter).open()
     assert local_node.stored() == []
+
+
+async def test_a_save_that_another_fetch_deletes_meanwhile_does_not_fail_this_one(
+    local_node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sizes(directory: Path) -> dict[str, int]:
+        monkeypatch.undo()
+        shutil.rmtree(directory)
+        return sizes_of(directory)
+
+    local_node.put(KEY)
+    local_node.put("group/other")
+    first = local_node.vllm()
+    await first.load("group/other", "other")
+    first.end()
+    monkeypatch.setattr(cache, "sizes_of", sizes)
+    await local_node.vllm().load(KEY)
+    assert [name.partition("-")[0] for name in local_node.stored()] == [KEY.rpartition("/")[2].partition("-")[0]]
 
 
 async def test_the_least_recently_used_adapters_make_room_and_loaded_ones_stay(local_node: Node) -> None:

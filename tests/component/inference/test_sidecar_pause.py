@@ -153,7 +153,8 @@ async def test_frozen_requests_count_and_only_retracted_ones_lose_their_cache(mo
         await pause(sidecar, mode)
         vllm.end.set()
         assert await loads(sidecar) == (1, 0)
-        assert (await sidecar.post("/flush_cache"))[0] == flushed
+        for timeout_s in (0, 0.05):
+            assert (await sidecar.post("/flush_cache", {"timeout": timeout_s}))[0] == flushed
         assert not mine.done()
         await resume(sidecar)
         assert (await mine)[1]["meta_info"]["finish_reason"]["type"] == "length"

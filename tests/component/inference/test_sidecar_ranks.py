@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -72,6 +73,18 @@ async def joined(sidecar: Any) -> Any:
     status, answer = await sidecar.post("/init_weights_update_group", group)
     assert status == 200, answer
     return answer
+
+
+async def test_a_job_that_only_some_ranks_begin_is_stopped_and_later_ones_run(vllm: TwoRanks, tmp_path: Path) -> None:
+    """In a group of two, the second rank has no place."""
+    stopped = vllm.receiver._calls["stop"] = Mock(side_effect=vllm.receiver.stop)
+    async with sidecar_before(vllm) as sidecar:
+        group = {"master_address": "here", "master_port": 1, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+        status, answer = await sidecar.post("/init_weights_update_group", group)
+        assert (status, "rank 1: rank_offset: this rank would be 2" in answer["message"]) == (400, True)
+        stopped.assert_called_once_with()
+        status, answer = await Trainer("disk", sidecar, vllm, tmp_path / "new").update(2.0, weight_version="2")
+        assert (status, answer["rank_results"]) == (200, BOTH)
 
 
 async def test_all_changes_tell_the_outcome_of_each_rank_also_when_they_change_nothing(

@@ -5,16 +5,20 @@ The vLLM is a fake with the worker extension's own calls behind it; tests/plane 
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.component.router_world import running_router
+from skyrl.inference.sidecar.updates import FIRST_WEIGHTS
+from skyrl.inference.vllm_plugin.protocol import INCARNATION
+from tests.component.router_world import HEALTHY, running_router
 from tests.component.sidecar_world import answers, sidecar_before
 from tests.component.updated_vllm import DISK, GROUP, Trainer, UpdatedVllm, described, in_flight, part_of
 
 MEDIA = ("disk", "group", "memory")
+HOLD = "/pause?mode=keep&clear_cache=false"
 
 
 @pytest.fixture
@@ -162,5 +166,44 @@ async def test_without_a_version_of_vllms_an_update_without_one_is_no_success(
     async with sidecar_before(vllm) as sidecar:
         vllm.answer["/weight_info"] = answers({}, "500 Internal Server Error")
         status, answer = await Trainer("disk", sidecar, vllm, tmp_path / "new").update(1.0)
-        assert (status, answer["success"]) == (400, False)
+        assert (status, answer["success"]) == (503, False)
+        assert (await sidecar.post("/health"))[0] == 200, "the model is as it was"
+        assert vllm.first == 0.0
+
+
+def started(vllm: UpdatedVllm, name: str) -> None:
+    vllm.health = HEALTHY.replace(b"\r\n", f"\r\n{INCARNATION}: {name}\r\n".encode(), 1)
+
+
+async def test_a_vllm_that_was_started_again_is_held_until_an_update_also_if_the_first_hold_fails(
+    vllm: UpdatedVllm, tmp_path: Path
+) -> None:
+    started(vllm, "a")
+    async with sidecar_before(vllm) as sidecar:
+        trainer = Trainer("disk", sidecar, vllm, tmp_path / "new")
+        assert (await trainer.update(1.0))[0] == 200
+        started(vllm, "b")
+        hold = vllm.answer[HOLD]
+        vllm.answer[HOLD] = answers({}, "500 Internal Server Error")
         assert (await sidecar.post("/health"))[0] == 503
+        vllm.answer[HOLD] = hold
+        status, answer = await sidecar.post("/health")
+        assert (status, answer["error"]["message"]) == (503, FIRST_WEIGHTS)
+        assert (await trainer.update(2.0))[0] == 200
+        assert (await sidecar.post("/health"))[0] == 200
+
+
+async def test_a_look_that_waits_for_an_update_of_a_new_start_does_not_undo_it(
+    vllm: UpdatedVllm, tmp_path: Path
+) -> None:
+    started(vllm, "a")
+    async with sidecar_before(vllm) as sidecar:
+        trainer, updates = Trainer("disk", sidecar, vllm, tmp_path / "new"), sidecar.app.updates
+        assert (await trainer.update(1.0))[0] == 200
+        started(vllm, "b")
+        async with updates.locked():
+            look = asyncio.create_task(updates.see_start("b"))
+            await asyncio.sleep(0)
+            updates._applying.updated_start = "b"
+        await look
+        assert (updates.trouble, updates.was_updated) == (None, True)

@@ -165,7 +165,7 @@ class Order(RuleBasedStateMachine):
     @rule()
     def take_exclusive(self) -> None:
         ready = [item for item in self.runnable() if not item.is_pass and item.kind not in FILE_COMMANDS]
-        most = 1 if any(item.request_id in self.suspects for item in ready) else 5
+        most = 1 if any(item.request_id in self.suspects for item in ready) else 4
         batch = self.queue.take_exclusive(list(self.next))
         assert len(batch) == len(first_of_each(batch)) == min(most, len(ready))
         self.check(batch, lambda item: not item.is_pass and item.kind not in FILE_COMMANDS)

@@ -167,6 +167,7 @@ def test_grammars_adapters_and_stops_become_vllms() -> None:
         ({"ebnf": "a", "structured_outputs": {"regex": "b"}}, "ebnf"),
         ({"ebnf": {"a": 1}}, "ebnf"),
         ({"lora_path": ["a"]}, "lora_path"),
+        ({"lora_path": "\ud800"}, "lora_path"),
         ({"extra_key": "a", "cache_salt": "b"}, "extra_key"),
         ({"no_stop_trim": 1}, "no_stop_trim"),
     ):

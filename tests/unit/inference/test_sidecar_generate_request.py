@@ -256,6 +256,7 @@ def test_numbers_of_samples_and_tokens_and_seeds_are_apart() -> None:
         {"top_k": -2},
         {"top_k": 1.5},
         {"min_p": 2},
+        {"min_p": 10**400},
         {"frequency_penalty": 3},
         {"presence_penalty": -3},
         {"repetition_penalty": 0},

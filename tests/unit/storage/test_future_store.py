@@ -22,6 +22,7 @@ from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.futures import entries
 from skyrl.storage.futures import store as futures_store
+from skyrl.storage.futures.completion_feed import Target, clone_of
 from skyrl.storage.futures.store import LARGE_BODY_BYTES, FutureStore
 from tests.postgres_server import ON_BOTH
 
@@ -279,11 +280,27 @@ async def test_an_adopted_sample_is_settled_by_the_new_process(
 ) -> None:
     request_id, _ = await store.record(SAMPLE)
     restarted = FutureStore(database, writer)
-    restarted.adopt(request_id, Kind.EXTERNAL, "tenant", "s1", SAMPLE.digest(), SAMPLE.key)
+    restarted.adopt(request_id, "tenant", "s1", SAMPLE.digest(), ("s1:sample:0", 5))
     waiter = await start_waiting(restarted, request_id)
     assert await restarted.record(SAMPLE) == (request_id, False)
     await restarted.settle(request_id, OK)
     assert await waiter == OK
+
+
+async def test_a_poll_hears_of_an_adopted_sample_without_a_number(
+    database: Database, writer: GroupCommitWriter, store: FutureStore
+) -> None:
+    sample = msgspec.structs.replace(SAMPLE, sample_seq_id=None)
+    request_id, _ = await store.record(sample)
+    restarted = FutureStore(database, writer)
+    target = Target("s1", "s1:sample:0", clone_of(None))
+    assert await restarted.ends.poll(target, 0, 0) == (0, [])
+    restarted.adopt(request_id, "tenant", "s1", sample.digest(), ("s1:sample:0", None))
+    poll = asyncio.create_task(restarted.ends.poll(target, 0, 5))
+    await asyncio.sleep(0)
+    await restarted.settle(request_id, OK)
+    _, ends = await poll
+    assert [end.request_id for end in ends] == [request_id]
 
 
 async def test_another_tenant_cannot_wait_for_a_request(
@@ -316,6 +333,22 @@ async def test_old_outcomes_leave_memory_and_stay_readable(
     assert len(store._entries.by_key) == 3
     assert [await store.wait(request_id, "tenant", 1) for request_id in ids] == [OK] * 10
     assert await store.record(requests[0]) == (ids[0], False)
+
+
+async def test_a_request_that_ended_before_its_commit_failed_leaves_nothing_in_memory(
+    store: FutureStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine may run a command whose commit the API process takes for lost."""
+    monkeypatch.setattr(entries, "KEPT_OUTCOMES", 1)
+    kept = store._entries
+    lost = entries.Entry("lost", Kind.FORWARD, "tenant", "s1", b"", None, None)
+    kept.add(lost, owned_elsewhere=True)
+    kept.set_outcome(lost, OK)
+    kept.drop(lost)
+    for number in range(2):
+        request_id, _ = await store.record(msgspec.structs.replace(SAMPLE, sample_seq_id=number))
+        await store.settle(request_id, OK)
+    assert (kept.pending, len(kept.by_id)) == (0, 1)
 
 
 async def test_dropping_a_session_wakes_the_polls_of_its_samples(database: Database, store: FutureStore) -> None:
