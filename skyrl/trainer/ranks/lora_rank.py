@@ -37,7 +37,8 @@ from skyrl.trainer.device import base_dtype, command_on
 from skyrl.trainer.experts.layers import ExpertExchange
 from skyrl.trainer.lora.adapter import Adapter, Target, whole_shapes
 from skyrl.trainer.lora.linear import AdapterStack, LoraSegment, grouped_rank, groups_adapters
-from skyrl.trainer.model.packed_model import PackedModel
+from skyrl.trainer.model.packed_model import PackedModel, trained_targets
+from skyrl.trainer.model.row_budget import RowBudget
 from skyrl.trainer.passes.micro_batch import MicroBatch
 from skyrl.trainer.passes.pass_run import ItemResult, MicroBatchItem, PassRun, ShareResult
 from skyrl.trainer.protocol import InvalidRequest, TrainingPass
@@ -71,8 +72,11 @@ class LoraRank(RankBase):
 
     def load(self) -> AdapterFacts:
         """Load this rank's rows of the base model. Raises SameFailureEverywhere with a ConfigError."""
-        targets = tuple(self._load_model(self._form()).base.targets)
-        return AdapterFacts(**self._base_facts(targets), targets=targets)
+        base = self._load_model(self._form()).base
+        targets = tuple(base.targets)
+        mlp = base.packed.mixture is None or self._settings.mlp_of_mixtures
+        probed = trained_targets(targets, LoraSpec(rank=1, alpha=1.0, seed=0), mlp=mlp)
+        return AdapterFacts(**self._base_facts(probed), targets=targets)
 
     def _form(self) -> ModelForm:
         settings = self._settings
@@ -199,6 +203,11 @@ class ExpertRank(LoraRank):
 
     def _form(self) -> ModelForm:
         return replace(super()._form(), whole_experts=True)
+
+    def _row_budget(self, targets: Sequence[Target]) -> RowBudget:
+        """The probe's adapter trains no experts: on every rank its rows are in the slot without an adapter."""
+        with self._exchange.use([()] * self._ranks, 0, [0]):
+            return super()._row_budget([target for target in targets if target.experts is None])
 
     @property
     def _exchange(self) -> ExpertExchange:

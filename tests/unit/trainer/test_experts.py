@@ -18,7 +18,10 @@ from trainer_kinds import EXPERTS, STEP, assert_same_results, closed_at_end, pas
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.base.model_files import FROZEN_EXPERTS
+from skyrl.trainer.lora.adapter import Target
+from skyrl.trainer.model.row_budget import BudgetSettings
 from skyrl.trainer.protocol import AdamParams, InvalidRequest, Mixture, TrainingPass
+from skyrl.trainer.ranks import rank as rank_module
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.ranks.lora_rank import ExpertRank, LoraRank
 from tests.families import MIXTURES, make_family
@@ -145,6 +148,18 @@ def test_the_operator_may_let_train_mlp_train_the_other_layers_and_a_metric_says
     assert FROZEN_EXPERTS not in result.metrics
 
 
+@pytest.mark.parametrize(("options", "trains"), [({}, True), (LEAVE_OUT, False), (REFUSE, False)], ids=str)
+def test_what_a_row_keeps_is_measured_with_experts_only_where_adapters_train_them(
+    options: dict[str, Any], trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed: list[Target] = []
+    monkeypatch.setattr(BudgetSettings, "measures_on", lambda *_: True)
+    monkeypatch.setattr(rank_module, "measure_row", lambda base, targets: probed.extend(targets))
+    make_backend("mixture", **options)
+    assert probed
+    assert any(target.experts is not None for target in probed) == trains
+
+
 @pytest.fixture
 def divided() -> Iterator[Make]:
     """Ranks that hold experts; with `rank_class=LoraRank`, ranks that gather them. Closed at the end."""
@@ -163,6 +178,15 @@ class Together(ExpertRank):
 
 
 GATHERING: dict[str, Any] = {"rank_class": LoraRank, "placement.expert_parallel": False}
+
+
+class Measures(ExpertRank):
+    """Measures what a row keeps before the first pass, as on GPUs."""
+
+    def load(self) -> Any:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(BudgetSettings, "measures_on", lambda *_: True)
+            return super().load()
 
 
 def _state(backend: Any, directory: Path, *lengths: tuple[int, ...]) -> dict[str, Tensor]:
@@ -228,6 +252,12 @@ def test_rows_of_a_divided_sequence_travel_to_their_experts(
         backend.delete_model("m")
     assert_close(states[1], states[0], EXPERTS.tolerance)
     assert_same(states[2], states[1])
+
+
+def test_ranks_that_hold_experts_measure_what_a_row_keeps(divided: Make) -> None:
+    backend = divided(2, rank_class=Measures, micro_batch_tokens=None)
+    backend.create_model("m", spec(8, 1))
+    ok(backend.run([train("m", sft(1, 20, 9))]))
 
 
 def test_each_rank_holds_its_experts_and_what_adapters_have_of_them(divided: Make) -> None:
