@@ -24,7 +24,6 @@ from skyrl.base.config.pass_memory import FULL_BYTES, ON_CPU, ON_CUDA, rows_with
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import LoraSpec
 from skyrl.runtime.processes.host_resources import limit_bytes
-from skyrl.trainer.device import base_dtype
 from skyrl.trainer.lora.adapter import Adapter, Target
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.model.base_model import BaseModel
@@ -83,8 +82,8 @@ class BudgetSettings:
         logger.info("a micro-batch has at most %s", smallest)
         return smallest.rows
 
-    def of_model(self, packed: PackedModel, numel: int | None = None, *, ranks: int = 1) -> RowBudget:
-        """The budget for a loaded model, of which this rank holds `numel` parameters; None: all of them.
+    def of_model(self, packed: PackedModel, numel: int, held: int, *, ranks: int = 1) -> RowBudget:
+        """The budget for a loaded model, of which this rank holds `numel` parameters in `held` bytes.
 
         On CUDA the number follows the memory that is free now. On a CPU where a pass is cut decides the last bits of
         its gradient. So there the number follows only what stays the same after a crash: the model's shape, and the
@@ -94,11 +93,7 @@ class BudgetSettings:
             return RowBudget(self.given, "trainer.micro_batch_tokens")
         recomputation = packed.recomputation
         assert recomputation is not None
-        parameters = list(packed.parameters())
-        device, of_row = parameters[0].device, recomputation.bytes_of_row
-        if numel is None:
-            numel = sum(parameter.numel() for parameter in parameters)
-        held = numel * base_dtype(device).itemsize
+        device, of_row = next(packed.parameters()).device, recomputation.bytes_of_row
         later = FULL_BYTES * numel if self.full else 0
         if device.type == "cuda":
             memory, bounds = self._of_device(recomputation, device) - later, ON_CUDA

@@ -50,6 +50,7 @@ from skyrl.trainer.passes.pass_run import (
     record,
 )
 from skyrl.trainer.protocol import AdamParams, Mixture, OutOfMemory, TrainingPass
+from skyrl.trainer.quantized.weights import held_bytes
 from skyrl.trainer.ranks.plan import Plan, RankShare
 from skyrl.trainer.ranks.sharded_model import ModelForm, ShardedModel, load_sharded_model, local_of
 from skyrl.trainer.shares import SequencePart
@@ -157,7 +158,11 @@ class RankBase(ABC):
         if settings.measures_on(self.device):
             measure_row(self.base, targets)
             packed.reshard()
-        return settings.of_model(packed, None if self.alone else self._model.numel, ranks=self._ranks)
+        return settings.of_model(packed, self._model.numel, self._held(), ranks=self._ranks)
+
+    def _held(self) -> int:
+        """Bytes that this rank's parameters of the base model take."""
+        return held_bytes(map(local_of, self.base.packed.parameters()))
 
     def _base_facts(self, targets: Sequence[Target]) -> dict[str, Any]:
         """The fields of `BaseFacts`."""
@@ -179,7 +184,7 @@ class RankBase(ABC):
         found = {
             "parameters": self._model.numel,
             "all_parameters": self._model.total,
-            "held": sum(local_of(parameter).nbytes for parameter in self.base.packed.parameters()),
+            "held": self._held(),
             "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         if self.device.type == "cuda":

@@ -17,7 +17,9 @@ from torch_lora_support import base_path, files_saved, ok, sft, spec, train
 from trainer_kinds import EXPERTS, LORA, STEP, Kind, Run, assert_same_runs, closed_at_end, slow
 
 from skyrl.base.config.loading import load_config
+from skyrl.base.config.pass_memory import ON_CPU
 from skyrl.base.config.server import ConfigError
+from skyrl.trainer.model import row_budget
 from skyrl.trainer.model.loading import load_model
 from skyrl.trainer.quantized.weights import QuantizedSlice, QuantizedWeight, held_bytes
 from skyrl.trainer.ranks.lora_rank import AdapterFacts, LoraRank
@@ -75,8 +77,18 @@ def test_training_gives_the_bits_of_weights_computed_at_loading(
     of_kept, of_computed = (backend.group.call("memory") for backend in backends)
     for own, other in zip(of_kept, of_computed, strict=True):
         assert (own["parameters"], own["all_parameters"]) == (other["parameters"], other["all_parameters"])
-    if ranks > 1:
-        assert sum(each["held"] for each in of_kept) < 0.5 * sum(each["held"] for each in of_computed)
+    assert sum(each["held"] for each in of_kept) < 0.5 * sum(each["held"] for each in of_computed)
+
+
+def test_the_rows_of_a_micro_batch_follow_the_memory_beside_kept_weights(
+    tmp_path: Path, kept: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = release("dense-int4", tmp_path)
+    rank = rank_of(kept(path))
+    needed = 4096 * rank.base.packed.recomputation.bytes_of_row / ON_CPU.share
+    monkeypatch.setattr(row_budget, "limit_bytes", lambda: rank.memory()["held"] + 1.0001 * needed)
+    found = [kept(path, keep=keep, micro_batch_tokens=None).micro_batch_tokens for keep in (True, False)]
+    assert found == [4096, 2048]
 
 
 @pytest.mark.slow
