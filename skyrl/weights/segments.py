@@ -141,8 +141,13 @@ def _from_text(value: Any) -> Any:
 
 ARENA_BYTES = 256 * 2**20
 
-_UNUSED = 3
-"""References to an arena without tensors: the list, the loop's variable, and the argument of `getrefcount`."""
+
+def _references(arenas: Sequence[mmap.mmap]) -> list[int]:
+    return [sys.getrefcount(arena) for arena in arenas]
+
+
+_UNUSED = _references([mmap.mmap(-1, 1)])[0]
+"""References to an arena without tensors. Versions of Python count differently."""
 
 
 class KeptMemory:
@@ -183,7 +188,7 @@ class KeptMemory:
     def reuse(self) -> None:
         """Begin again with all arenas, but for those with tensors that somebody still has: they wait for a later
         call."""
-        in_use = [sys.getrefcount(arena) > _UNUSED for arena in self._arenas]
+        in_use = [count > _UNUSED for count in _references(self._arenas)]
         for number, used in enumerate(in_use):
             self._filled[number] = len(self._arenas[number]) if used else 0
             if not used:
