@@ -197,7 +197,8 @@ class VersionOnDisk:
         base: str | None = None,
         checksums: dict[str, str] | None = None,
     ) -> None:
-        self._more: dict[str, object] = {"keep": True, "base": base, "checksums": checksums} if keep else {}
+        given = keep or base is not None or checksums is not None
+        self._more: dict[str, object] = {"keep": keep, "base": base, "checksums": checksums} if given else {}
         self._workers = workers
         self._pause: PauseMode | None = pause
         self._version = ""
