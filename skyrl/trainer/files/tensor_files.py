@@ -24,6 +24,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from transformers.utils.hub import cached_file
 
+from skyrl.base.config.server import ConfigError
 from skyrl.trainer.files.config import LOADING_ERRORS, cannot_load, one_line
 from skyrl.trainer.quantized.format import Format
 from skyrl.trainer.quantized.weights import QuantizedSlice
@@ -159,6 +160,12 @@ _ALIGNMENT = 8
 Shapes = Mapping[str, tuple[int, ...]]
 AT_ONCE = 2**22
 """Elements that are computed or copied at a time, or one row: 16 MiB in float32."""
+
+
+def check_new(out: Path) -> None:
+    """Raises ConfigError for a directory that holds files; OSError."""
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty")
 
 
 def row_parts(shape: Sequence[int]) -> Iterator[slice]:

@@ -21,7 +21,7 @@ import torch
 
 from skyrl.base.config.server import ConfigError
 from skyrl.trainer.files.model_files import bytes_of
-from skyrl.trainer.files.tensor_files import row_parts, sharded_files
+from skyrl.trainer.files.tensor_files import check_new, row_parts, sharded_files
 from skyrl.trainer.tools.gguf import GgufFile, only_known, write_tokenizer
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -274,8 +274,7 @@ def convert(path: Path, out: Path, dtype: str | None = None) -> Converted:
     chosen = architecture_of(file)
     config = configuration(file, chosen)
     names = _names(file, chosen, config)
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty")
+    check_new(out)
     kind = dtype or _KEPT.get(file.type_of(EMBEDDING), "bfloat16")
     out.mkdir(parents=True, exist_ok=True)
     tokens = write_tokenizer(file, out, config.vocab_size)

@@ -33,7 +33,15 @@ from skyrl.base.config.server import ConfigError
 from skyrl.base.model_files import json_of
 from skyrl.trainer.files.config import read_config
 from skyrl.trainer.files.model_files import Rows, bytes_of, files_beside_weights, stored_parameters
-from skyrl.trainer.files.tensor_files import PLAIN, StoredWeights, TensorFiles, row_parts, sharded_files, weight_files
+from skyrl.trainer.files.tensor_files import (
+    PLAIN,
+    StoredWeights,
+    TensorFiles,
+    check_new,
+    row_parts,
+    sharded_files,
+    weight_files,
+)
 from skyrl.trainer.lora.files import PEFT_JSON, PEFT_TENSORS
 from skyrl.trainer.model.loading import check_weights, class_of, detach_vision, model_class
 from skyrl.trainer.model.packed_model import UNEMBED
@@ -122,13 +130,6 @@ def _matrices(directory: Path) -> Iterator[tuple[str, str, Tensor]]:
         yield found[1], found[2], tensor.to(torch.float32)
 
 
-def new_directory(out: Path) -> None:
-    """Make a directory. Raises ConfigError if it holds files; OSError."""
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty")
-    out.mkdir(parents=True, exist_ok=True)
-
-
 @dataclass(frozen=True)
 class LeftOut:
     """`layers` are those that are kept. `rank` and Frobenius' `norm` are of the update that is left out."""
@@ -151,11 +152,12 @@ def leave_head_out(directory: Path, out: Path) -> LeftOut:
         raise ConfigError(f"{directory} has no update of lm_head: nothing is to be left out")
     if len(heads) == len(updates):
         raise ConfigError(f"{directory} has an update of lm_head alone: nothing would be left")
-    new_directory(out)
+    check_new(out)
+    out.mkdir(parents=True, exist_ok=True)
     dropped = tuple(f"base_model.model.{layer}." for layer in heads)
     kept = {name: each for name, each in load_file(directory / PEFT_TENSORS).items() if not name.startswith(dropped)}
     save_file(kept, out / PEFT_TENSORS, metadata={"format": "pt"})
-    described["target_modules"] = [name for name in described["target_modules"] if not is_head(name)]
+    described["target_modules"] = sorted({layer.rpartition(".")[2] for layer in updates if not is_head(layer)})
     (out / PEFT_JSON).write_text(json.dumps(described, indent=2) + "\n")
     head = updates[heads[0]]
     return LeftOut(len(updates) - len(heads), head.rank, head.norm)
@@ -207,7 +209,8 @@ def merge(path: str, adapter: Path, out: Path, dtype: torch.dtype | None = None)
             else:
                 for each in _sources(path, rows, parameter, layer, update):
                     tensors[each.source] = each
-        new_directory(out)
+        check_new(out)
+        out.mkdir(parents=True, exist_ok=True)
         slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
         more = _write(out, slices, tensors, dtype)
     for file in files_beside_weights(path):
@@ -249,19 +252,22 @@ def _write(out: Path, slices: Mapping[str, Any], tensors: Mapping[str, _Tensor],
     }
     with sharded_files(out, described, SHARD) as written:
         for name, each in tensors.items():
-            _write_tensor(written, name, slices[each.source], each, described[name].dtype)
+            write_tensor(written, name, slices[each.source], described[name].dtype, each.update, each.first)
     return sum(tensor.nbytes for name, tensor in described.items() if name not in slices)
 
 
-def _write_tensor(written: TensorFiles, name: str, stored: Any, tensor: _Tensor, dtype: torch.dtype) -> None:
+def write_tensor(
+    written: TensorFiles, name: str, stored: Any, dtype: torch.dtype, update: Update | None = None, first: int = 0
+) -> None:
+    """Write a tensor of the files, with the rows of an update from `first` on."""
     shape = stored.get_shape()
     if not shape:
         written.write(name, 0, bytes_of(stored[...].to(dtype)))
         return
     for rows in row_parts(shape):
         values = stored[rows]
-        if tensor.update is not None:
-            values = values.float() + tensor.update.rows(tensor.first + rows.start, tensor.first + rows.stop)
+        if update is not None:
+            values = values.float() + update.rows(first + rows.start, first + rows.stop)
         written.write(name, rows.start * math.prod(shape[1:]), bytes_of(values.to(dtype)))
 
 

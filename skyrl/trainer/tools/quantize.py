@@ -24,10 +24,19 @@ from skyrl.base.config.server import ConfigError
 from skyrl.base.model_files import json_of
 from skyrl.trainer.files.config import read_config
 from skyrl.trainer.files.model_files import bytes_of, files_beside_weights, stored_parameters
-from skyrl.trainer.files.tensor_files import PLAIN, StoredWeights, TensorFiles, row_parts, sharded_files, weight_files
+from skyrl.trainer.files.tensor_files import (
+    PLAIN,
+    StoredWeights,
+    TensorFiles,
+    check_new,
+    row_parts,
+    sharded_files,
+    weight_files,
+)
 from skyrl.trainer.model.loading import check_weights, class_of, detach_vision, model_class
 from skyrl.trainer.model.packed_model import experts_in
 from skyrl.trainer.quantized.format import PackedInt
+from skyrl.trainer.tools.merge_adapter import write_tensor
 
 
 @dataclass(frozen=True)
@@ -163,8 +172,7 @@ def quantize(path: str, out: Path, scheme: Scheme) -> Written:
         raise ConfigError(f"{path} is quantized already")
     if not (files := weight_files(path)):
         raise ConfigError(f"{path} has no safetensors files")
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty")
+    check_new(out)
     with StoredWeights(path, files, None, torch.float32) as stored:
         check_weights(path, described.config, class_of(path, described.config), stored)
         chosen = set(large_matrices(path, described.config, stored))
@@ -212,7 +220,7 @@ def _write(out: Path, slices: Mapping[str, Any], chosen: Collection[str], scheme
             if name in chosen:
                 _write_rounded(tensors, name, stored, scheme)
             else:
-                _copy(tensors, name, stored)
+                write_tensor(tensors, name, stored, described[name].dtype)
     return Written(sum(tensor.nbytes for tensor in described.values()), before, len(chosen))
 
 
@@ -226,15 +234,6 @@ def _write_rounded(tensors: TensorFiles, name: str, stored: Any, scheme: Scheme)
         tensors.write(numbers, rows.start * packed.shape[1], bytes_of(packed))
         tensors.write(factors, rows.start * of_groups.shape[1], bytes_of(of_groups))
     tensors.write(stated, 0, bytes_of(torch.tensor(stored.get_shape())))
-
-
-def _copy(tensors: TensorFiles, name: str, stored: Any) -> None:
-    shape = stored.get_shape()
-    if not shape:
-        tensors.write(name, 0, bytes_of(stored[...]))
-        return
-    for rows in row_parts(shape):
-        tensors.write(name, rows.start * math.prod(shape[1:]), bytes_of(stored[rows]))
 
 
 def _stored_names(name: str) -> list[str]:

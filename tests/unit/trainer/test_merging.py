@@ -133,6 +133,21 @@ def test_an_adapter_without_lm_head_is_the_same_elsewhere_and_says_what_is_left_
         torch.testing.assert_close(ours[name], theirs, atol=1e-6, rtol=1e-5)
 
 
+def test_the_layers_of_an_adapter_without_lm_head_are_named_whatever_named_them_before(tmp_path: Path) -> None:
+    base, adapter = base_path("qwen2"), tmp_path / "adapter"
+    trained(base, adapter)
+    without = changed(adapter, tmp_path / "without")
+    described = json.loads((without / "adapter_config.json").read_text())
+    del described["target_modules"]
+    (without / "adapter_config.json").write_text(json.dumps(described))
+    pattern = changed(adapter, tmp_path / "pattern", target_modules=r".*\.(\w_proj|\w+_proj)|lm_head")
+    for number, each in enumerate((adapter, pattern, without)):
+        out = tmp_path / str(number)
+        leave_head_out(each, out)
+        named = json.loads((out / "adapter_config.json").read_text())["target_modules"]
+        assert sorted(named) == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+
+
 def changed(adapter: Path, out: Path, **config: Any) -> Path:
     out.mkdir()
     described = json.loads((adapter / "adapter_config.json").read_text()) | config
