@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 from skyrl.inference.vllm_command import WEIGHT_UPDATES
-from skyrl.trainer.experts.routing import own_experts
 from tests.families import CONTEXT, MIXTURES, VOCAB, make_family
+from tests.own_experts import own_experts
 
 SERVED: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},

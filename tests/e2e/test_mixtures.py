@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from skyrl.base.tiny import moe
 from skyrl.cli.demo.server import DemoServer
-from skyrl.trainer.experts.routing import own_experts
+from tests.own_experts import own_experts
 from tests.servers import ready
 
 from .conftest import ask, cross_entropy, find_process

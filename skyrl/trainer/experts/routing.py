@@ -161,24 +161,6 @@ def _joined(slices: Sequence[PackedItem]) -> Tensor | None:
     )
 
 
-@torch.no_grad()
-def own_experts(model: Any, tokens: Tensor) -> Tensor:
-    """The experts that a mixture of transformers' uses for one sequence, int64 [tokens, layers, k]. tokens: int64
-    [tokens]."""
-    found: list[Tensor] = []
-
-    def note(router: Any, args: object, output: RouterOutput) -> None:
-        found.append(output[2])
-
-    handles = [router.register_forward_hook(note) for router in routers_of(model)]
-    try:
-        model(input_ids=tokens[None], use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return torch.stack(found, dim=1)
-
-
 def mixture_of(routers: Sequence[Any]) -> Mixture | None:
     """What a client must know to send routed experts; None for a dense model."""
     if not routers:

@@ -125,8 +125,7 @@ def _check_needed(path: str, described: Mapping[str, Any], kind: Any) -> None:
         if isinstance(getattr(kind, field, None), property):  # computed from other fields
             continue
         names = {field, aliases.get(field)} | {name for name, of in aliases.items() if of == field}
-        is_computed = isinstance(getattr(kind, field, None), property)
-        if not is_computed and getattr(default, field, None) is not None and not names & described.keys():
+        if getattr(default, field, None) is not None and not names & described.keys():
             raise cannot_load(path, f"config.json lacks {aliases.get(field, field)}")
 
 

@@ -206,11 +206,6 @@ class MicroBatchItem:
     def data(self) -> list[Datum]:
         return [self.running.data[index] for index in self.indices]
 
-    @property
-    def entries(self) -> int:
-        """The number of targets."""
-        return sum(datum.loss_inputs["target_tokens"].size for datum in self.data)
-
     @cached_property
     def parts(self) -> list[PassShare]:
         """Of each pass that has sequences in the slice."""

@@ -24,9 +24,9 @@ from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.rollout import RolloutClient, RolloutConfig, RolloutRequest, SamplingParams
 from skyrl.runtime.processes.ports import free_port
-from skyrl.trainer.experts.routing import own_experts
 from tests.component.router_world import running_router
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
+from tests.own_experts import own_experts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 

@@ -36,7 +36,7 @@ from trainer_kinds import WHOLE
 from transformers import AutoConfig
 
 from skyrl.base.model_files import layers_with_experts, model_config
-from skyrl.trainer.experts.routing import CORRECTION, Routing, own_experts, routers_of
+from skyrl.trainer.experts.routing import CORRECTION, Routing, routers_of
 from skyrl.trainer.lora.adapter import Adapter
 from skyrl.trainer.model.loading import load_model, model_class
 from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
@@ -45,6 +45,7 @@ from tests.architectures.facts import facts_of
 from tests.architectures.figures import record
 from tests.families import MIXTURES, make_family
 from tests.local_ranks import rank_of
+from tests.own_experts import own_experts
 
 LENGTHS = (7, 31, 1, 18)
 LOGPROB_BOUND, GRADIENT_BOUND = 2e-5, 1e-5

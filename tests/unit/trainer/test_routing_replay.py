@@ -18,13 +18,13 @@ from skyrl.base.pictures.vision import NoVision
 from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.engine.execution import PassPictures, run_passes
-from skyrl.trainer.experts.routing import own_experts
 from skyrl.trainer.losses import LOSSES
 from skyrl.trainer.protocol import Datum, InvalidRequest, Mixture, PassResult, TrainingPass
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.rows.prefixes import experts_of, prefix_tree
 from skyrl.trainer.rows.routed_experts import check_routed_experts, with_sorted_experts
 from tests.local_ranks import rank_of
+from tests.own_experts import own_experts
 
 LENGTHS = (7, 31, 1, 18)
 PICTURES = PassPictures(cast(Any, None), NoVision("it is a model of text"))

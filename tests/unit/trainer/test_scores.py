@@ -67,9 +67,13 @@ def _mixed() -> list[MicroBatchItem]:
     ]
 
 
+def _entries(piece: MicroBatchItem) -> int:
+    return sum(part.entries for part in piece.parts)
+
+
 def _logprobs(slices: Sequence[MicroBatchItem]) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return -5 + torch.randn(sum(piece.entries for piece in slices), generator=generator)
+    return -5 + torch.randn(sum(_entries(piece) for piece in slices), generator=generator)
 
 
 def _scored(slices: Sequence[MicroBatchItem], logprobs: Tensor, *, joined: bool) -> tuple[list[PartScore], Tensor]:
@@ -102,7 +106,7 @@ def test_losses_computed_at_once_are_those_of_each_pass_alone() -> None:
     assert torch.equal(gradient, of_expected)
     start = 0
     for piece, score in zip(slices, expected, strict=True):
-        stop = start + piece.entries
+        stop = start + _entries(piece)
         (own,), of_own = _scored([piece], logprobs[start:stop], joined=False)
         assert own.tally == score.tally
         assert torch.equal(of_own, gradient[start:stop])
