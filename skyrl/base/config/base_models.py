@@ -26,18 +26,20 @@ class BaseModelKeys(Strict):
 
     base_model: str
     served_model_names: tuple[str, ...] = ()
-    uses: tuple[Use, ...] = TRAIN_AND_SAMPLE
+    uses: tuple[Use, ...] | None = None
     tokenizer_id: str | None = None
     backend_config: dict[str, Any] = Field(default_factory=dict)
     devices: tuple[str, ...] | None = None
     adapter_dtype: Literal["float32", "bfloat16"] | None = None
     external_inference_url: str | None = None
     external_inference_api_key: str | None = None
-    external_inference_priority: bool = False
+    external_inference_priority: bool | None = None
 
     @field_validator("uses")
     @classmethod
-    def _can_be_sampled(cls, value: tuple[Use, ...]) -> tuple[Use, ...]:
+    def _can_be_sampled(cls, value: tuple[Use, ...] | None) -> tuple[Use, ...] | None:
+        if value is None:
+            return None
         if "sample" not in value or len(set(value)) != len(value):
             raise ValueError(f'{list(value)} is neither ["train", "sample"] nor ["sample"]')
         return value

@@ -49,7 +49,7 @@ def _part(config: ServerConfig, entry: BaseModelKeys, number: int, **more: Any) 
         of_server = dotted_keys(config.backend_config.model_dump(exclude_unset=True))
         merged = parse_backend_config(of_server | dotted_keys(entry.backend_config))
         given = {name: value for name, value in config if name in config.model_fields_set and name != "base_models"}
-        uses = entry.uses if config.backend != "none" else ("sample",)
+        uses = (entry.uses or config.uses) if config.backend != "none" else ("sample",)
         values = given | entry.own | {"backend_config": merged, "uses": uses} | more
         return ServerConfig.of(values)
     except ValidationError as error:

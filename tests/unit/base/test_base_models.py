@@ -37,6 +37,19 @@ def test_a_judge_of_somebody_else_is_only_forwarded_to() -> None:
     assert (judge.modes.trains, judge.modes.manages_inference, judge.modes.forwards) == (False, False, True)
 
 
+def test_an_entry_without_a_key_has_the_servers() -> None:
+    judge = TEACHER | {"external_inference_url": "http://10.0.0.9:8000"}
+    flags = {"external_inference_priority": True, "uses": ["sample"]}
+    config = load_config({"base_models": [STUDENT | {"uses": ["train", "sample"]}, {**judge, "uses": None}], **flags})
+    for parts in (base_models_of(config), base_models_of(restore_config(dump_config(config)))):
+        assert [(part.uses, part.external_inference_priority) for part in parts] == [
+            (("train", "sample"), True),
+            (("sample",), True),
+        ]
+    _, own = parts_of(STUDENT, judge | {"external_inference_priority": False}, external_inference_priority=True)
+    assert not own.external_inference_priority
+
+
 def test_each_name_belongs_to_one_engine_and_unknown_names_to_the_first() -> None:
     scopes = [part.role.scope for part in parts_of(STUDENT, {"base_model": "acme/second"}, TEACHER)]
     for name in ("student", "acme/student", "acme/second", "acme/teacher", "acme/forgotten"):
