@@ -11,7 +11,7 @@ import typer
 from skyrl.cli import router as option
 from skyrl.cli.router import ManyValues, parse_object
 from skyrl.http.admin_key import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
-from skyrl.runtime.processes.logs import LogFormat
+from skyrl.runtime.processes.logs import LogFormat, LogLevel
 
 NUM_ENGINES = "generator.inference_engine.num_engines"
 
@@ -60,7 +60,7 @@ def rollout(
     admin_api_key: option.AdminApiKey = None,
     admin_lock_s: option.AdminLockS = None,
     admin_update_s: option.AdminUpdateS = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[LogLevel, typer.Option(help="debug, info, warning or error.")] = "info",
     log_format: Annotated[LogFormat, typer.Option(help="text, or json: one object a line.")] = "text",
 ) -> None:
     """Start vLLMs, a sidecar each, and a router in front of them, for RL frameworks."""
@@ -89,6 +89,9 @@ def rollout(
         "backend_config": parse_object(backend_config, "--backend-config") | {NUM_ENGINES: max(1, num_engines)},
         "state_dir": state_dir or Path.home() / ".local/share/skyrl/rollout",
         "threads": threads,
+        "port": port,
+        "max_body_bytes": max(2**20, max_body_bytes or 64 * 2**20),  # of the sidecars; the router may take less
+        "log_level": log_level,
         "log_format": log_format,
     }
     set_up_process(log_level, log_format)

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from skyrl.http.admin_key import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
-from skyrl.runtime.processes.logs import LogFormat
+from skyrl.runtime.processes.logs import LogFormat, LogLevel
 
 
 class ManyValues(TyperCommand):
@@ -171,7 +171,7 @@ def router(
     admin_api_key: AdminApiKey = None,
     admin_lock_s: AdminLockS = None,
     admin_update_s: AdminUpdateS = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[LogLevel, typer.Option(help="debug, info, warning or error.")] = "info",
     log_format: Annotated[LogFormat, typer.Option(help="text, or json: one object a line.")] = "text",
 ) -> None:
     """Run a router in front of inference servers."""
@@ -245,7 +245,7 @@ def sidecar(
     group_timeout_s: Annotated[
         float, typer.Option(min=1, help="How long a trainer may stay away: when a group forms, and in each broadcast.")
     ] = 120.0,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[LogLevel, typer.Option(help="debug, info, warning or error.")] = "info",
     log_format: Annotated[LogFormat, typer.Option(help="text, or json: one object a line.")] = "text",
 ) -> None:
     """Run SGLang's /generate and control routes in front of a vLLM server."""

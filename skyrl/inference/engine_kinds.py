@@ -110,6 +110,7 @@ class Vllm:
             port=port,
             number=int(name.rpartition("-")[2]),
             base_model=self.config.base_model_path,
+            max_body_bytes=self.config.max_body_bytes,
             log_level=self.config.log_level,
             log_format=self.config.log_format,
         )

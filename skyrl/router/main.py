@@ -94,8 +94,7 @@ class Router:
 
 @contextlib.asynccontextmanager
 async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
-    """The router, with its background work running. Raises PluginError, ValueError (an option), OSError (the state
-    directory)."""
+    """The router, with its background work running. Raises PluginError and ValueError (an option)."""
     counts: Counter[str] = Counter()
     pool = WorkerPool(make_policy(options.policy))
     proxy = Proxy(pool, options.limits, counts, options.base_models, names_workers=options.names_workers)
@@ -126,7 +125,10 @@ async def open_router(options: RouterOptions) -> AsyncIterator[Router]:
         background = [prober.run, HungWorkers(pool, proxy, options.hang_s).run, LoopLag(registry).run]
         if options.state_dir is not None:
             state = StateFile(options.state_dir, pool)
-            state.load()
+            try:
+                state.load()
+            except OSError as error:
+                raise ValueError(f"--state-dir: {error}") from error
             background.append(state.run)
         for url in options.workers:
             try:

@@ -177,7 +177,8 @@ class Plane:
             for number, (port, vllm_url) in enumerate(zip(ports, vllms.replica_urls, strict=True)):
                 name = f"sidecar-{number}"
                 command = ("sidecar", "--port", str(port), "--vllm-url", vllm_url, "--drain-s", str(DRAIN_S))
-                command += ("--log-format", config.log_format)
+                command += ("--max-body-bytes", str(config.max_body_bytes))
+                command += ("--log-level", config.log_level, "--log-format", config.log_format)
                 env = {"SKYRL_VLLM_API_KEY": key, FILE_VARIABLE: str(published / name)}
                 await self._add(self._part(name, _skyrl(command), (), env, starts))
                 urls.append(f"http://{HOST}:{port}")
@@ -289,7 +290,7 @@ def run_plane(options: PlaneOptions) -> None:
     systemd = Systemd.take_from(os.environ)
     systemd.status("starting vLLMs, their sidecars and the router")
     if options.ray is None:
-        found = check(options.config)
+        found = check(options.config) if options.num_engines else Findings([])
     else:
         check_keys(options.ray)
         found = check_placed_vllms(options.config, options.ray)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
-from skyrl.runtime.processes.logs import LogFormat
+from skyrl.runtime.processes.logs import LogFormat, LogLevel
 from skyrl.storage.checkpoint_store.registry import store_url
 
 STORE, STORE_OPTIONS = "SKYRL_NODE_STORE", "SKYRL_NODE_STORE_OPTIONS"
@@ -79,7 +79,8 @@ class PlacedSidecar:
     port: int
     number: int
     base_model: str
-    log_level: str = "info"
+    max_body_bytes: int
+    log_level: LogLevel = "info"
     log_format: LogFormat = "text"
 
     def environment(self, vllm_key: str, admin_key: str | None, client_key: str | None) -> dict[str, str]:

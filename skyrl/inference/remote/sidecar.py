@@ -209,6 +209,7 @@ def main() -> None:
         number=placed.number,
         host=placed.host,
         port=placed.port,
+        max_body_bytes=placed.max_body_bytes,
         drain_s=0.0,
     )
 

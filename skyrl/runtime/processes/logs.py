@@ -15,6 +15,7 @@ import msgspec
 from skyrl.runtime.tracing import current_trace
 
 LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 FIELDS = ("request_id", "session_id", "model_id", "tenant", "duration_ms", "route", "status", "recorded")
 """What a line may be about: attributes of the record, and keys of a line of JSON."""

@@ -22,6 +22,7 @@ from skyrl.cli.launcher.main import MOST_THREADS
 from skyrl.cli.main import app
 from skyrl.inference.sidecar import main as sidecar_main
 from skyrl.router.policies import DEFAULT_POLICY
+from skyrl.runtime.processes import runtime
 from skyrl.runtime.processes.ports import free_port
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import migrate
@@ -177,6 +178,27 @@ def test_a_sidecar_refuses_an_address_of_vllm_that_it_cannot_use(url: str, monke
     ran = CliRunner().invoke(app, ["sidecar", "--port", "30001", "--vllm-url", url])
     assert ran.exit_code == 2
     assert "--vllm-url" in ran.output
+
+
+@pytest.mark.parametrize(
+    "arguments", [("router",), ("rollout",), ("sidecar", "--port", "30001", "--vllm-url", "http://127.0.0.1:1")]
+)
+def test_a_log_level_that_there_is_not_is_refused(arguments: tuple[str, ...]) -> None:
+    ran = CliRunner().invoke(app, [*arguments, "--log-level", "verbose"])
+    assert ran.exit_code == 2
+    assert "--log-level" in ran.output
+
+
+def test_a_router_refuses_a_state_directory_that_it_cannot_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "set_up_process", lambda *_: None)
+    (tmp_path / "file").touch()
+    ran = CliRunner().invoke(
+        app, ["router", "--port", str(free_port()), "--state-dir", str(tmp_path / "file" / "state")]
+    )
+    assert ran.exit_code == 2
+    assert "skyrl router: --state-dir: [Errno 20] Not a directory" in ran.output
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from skyrl.base.config.loading import dump_config, restore_config
-from skyrl.base.config.server import ServerConfig
-from skyrl.cli.launcher import rollout_plane
-from skyrl.cli.launcher.preflight import Findings
-from skyrl.cli.launcher.rollout_plane import Plane
+from skyrl.base.config.server import ConfigError, ServerConfig
+from skyrl.cli.launcher import preflight, rollout_plane
+from skyrl.cli.launcher.preflight import Findings, check_inference_port
+from skyrl.cli.launcher.rollout_plane import Plane, PlaneOptions
 from skyrl.cli.main import app
+from skyrl.inference import features
+from skyrl.inference.engine_kinds import RolloutVllm
+from skyrl.inference.placement import Spot
+from skyrl.inference.remote.settings import PlacedSidecar
 from skyrl.inference.vllm_command import WEIGHT_UPDATES, vllm_spec
+from skyrl.runtime.processes import runtime
+from skyrl.runtime.processes.systemd import Systemd
 
 PREFIX = "generator.inference_engine"
 EXTENSION = ("--worker-extension-cls", WEIGHT_UPDATES["worker_extension_cls"])
+
+
+@pytest.fixture(autouse=True)
+def _keeps_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "set_up_process", lambda *_: None)
 
 
 @pytest.fixture
@@ -91,3 +104,58 @@ def test_the_operator_may_switch_the_planes_own_options_off(started: Any) -> Non
     assert "--no-enable-sleep-mode" in argv
     assert "--enable-sleep-mode" not in argv
     assert value(argv, EXTENSION[0]) == "my.Extension"
+
+
+def test_vllm_may_have_any_port_but_the_routers(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "check_free", lambda _: None)
+
+    def with_port(port: int) -> ServerConfig:
+        return started("--backend-config", json.dumps({f"{PREFIX}.port": port}))
+
+    assert with_port(8000).port == 30_000
+    check_inference_port(with_port(8000))
+    with pytest.raises(ConfigError, match="30000 is this server's own port"):
+        check_inference_port(with_port(30_000))
+
+
+@pytest.mark.parametrize(
+    ("flags", "most", "level"),
+    [((), 64 * 2**20, "info"), (("--max-body-bytes", str(2**27), "--log-level", "debug"), 2**27, "debug")],
+    ids=["defaults", "given"],
+)
+def test_sidecars_take_the_routers_bodies_and_log_at_its_level(
+    started: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: tuple[str, ...], most: int, level: str
+) -> None:
+    config = started(*flags)
+    commands: list[tuple[str, ...]] = []
+
+    async def add(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(
+        rollout_plane, "InferenceParts", lambda *_, **__: SimpleNamespace(replica_urls=("http://v:1",), parts=list)
+    )
+    monkeypatch.setattr(Plane, "_add", add)
+    monkeypatch.setattr(Plane, "_part", lambda self, name, argv, *_: commands.append(argv))
+
+    async def start() -> None:
+        plane = Plane(PlaneOptions(config, "127.0.0.1", 30_000, 1, ()), Findings([]), Systemd())
+        with plane._held:
+            await plane._start(tmp_path, rollout_plane.Starts(tmp_path))
+
+    asyncio.run(start())
+    sidecar, _ = commands
+    assert (value(sidecar, "--max-body-bytes"), value(sidecar, "--log-level")) == (str(most), level)
+    placed = RolloutVllm(config, "key").spec("vllm-0", Spot("127.0.0.1", 1, None, cuda=False, sidecar_port=2)).sidecar
+    assert placed is not None
+    settings = PlacedSidecar.from_environment(placed.env)
+    assert (settings.max_body_bytes, settings.log_level) == (most, level)
+
+
+def test_without_engines_neither_vllm_nor_a_model_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(features, "vllm_version", lambda: "")
+    (tmp_path / "file").touch()
+    flags = ("--state-dir", str(tmp_path / "file" / "state"), "--base-model", "./nowhere")
+    ran = CliRunner().invoke(app, ["rollout", "--num-engines", "0", "--engine-url", "http://127.0.0.1:1", *flags])
+    assert ran.exit_code == 2
+    assert "skyrl rollout: state-dir: cannot write to" in ran.output
