@@ -13,7 +13,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
@@ -162,7 +162,7 @@ def check_descriptors() -> Check:
 
 def check_state_dir(state_dir: Path) -> Check:
     name = "state directory"
-    existing = next(path for path in (state_dir, *state_dir.parents) if path.exists())
+    existing = next(path for path in (state_dir, *state_dir.parents) if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return Check(name, "missing", f"{state_dir} cannot be written", "give another --state-dir")
     if _is_locked(state_dir / "lock"):
@@ -223,7 +223,7 @@ def check_database(url: str) -> Check:
             current = revision_of(database)
         finally:
             database.close()
-    except (ConfigError, SchemaError) as error:
+    except (ConfigError, SchemaError, OSError) as error:
         return Check(name, "missing", str(error), "give another --database-url or --state-dir")
     if current == newest:
         return Check(name, "ok", f"at revision {current}, the newest")
@@ -264,8 +264,8 @@ def check_base_models(config: ServerConfig) -> list[Check]:
             fix = "" if fits else "other programs use it, or the base models need a larger machine"
             if sentence:
                 rows.append(Check("memory", "ok" if fits else "warning", sentence.removeprefix("memory: "), fix))
-    except ConfigError as error:
-        return [Check(name, "missing", str(error), "correct the key that it names")]
+    except (ConfigError, OSError) as error:
+        return [Check(name, "missing", str(error), "correct what it names")]
     return rows
 
 
@@ -281,27 +281,35 @@ def _base_model(config: ServerConfig) -> str:
     return f"{names}: {uses}, {where}, {parameters}"
 
 
+def check_machine(base_models: Sequence[ServerConfig] | None) -> list[Check]:
+    """What these base models need of the machine; None: everything."""
+    trains = base_models is None or any(part.modes.trains for part in base_models)
+    runs_vllm = base_models is None or any(
+        part.modes.manages_inference and part.ray in (None, "local") for part in base_models
+    )
+    return [
+        check_python(),
+        *([check_torch()] if trains else []),
+        *([check_vllm(), check_plugin()] if runs_vllm else []),
+        check_companions(),
+        check_descriptors(),
+        check_sockets(),
+        check_tiny_model(),
+    ]
+
+
 def checks(
     port: int | None, state_dir: Path | None, config_file: Path | None = None, base_model: str | None = None
 ) -> list[Check]:
     """All rows, in the order of the report. `port`, `state_dir` and `base_model` come before those of the file."""
-    machine: list[Callable[[], Check]] = [
-        check_python,
-        check_torch,
-        check_vllm,
-        check_plugin,
-        check_companions,
-        check_descriptors,
-        check_sockets,
-        check_tiny_model,
-    ]
-    rows = [check() for check in machine]
     try:
         config = load_config({"port": port, "state_dir": state_dir, "base_model": base_model}, config_file)
-    except ConfigError as error:
-        return [*rows, Check("configuration", "missing", str(error), "correct the option, key or variable it names")]
+        base_models = base_models_of(config)
+    except (ConfigError, OSError) as error:
+        wrong = Check("configuration", "missing", str(error), "correct the option, key or variable it names")
+        return [*check_machine(None), wrong]
     return [
-        *rows,
+        *check_machine(base_models),
         check_port(config.host, config.port),
         check_state_dir(config.state_dir),
         check_database(config.database),

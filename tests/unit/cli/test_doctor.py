@@ -197,6 +197,41 @@ def test_the_databases_revision_is_reported_and_a_newer_one_refused(tmp_path: Pa
     assert doctor.check_database("nonsense").status == "missing"
 
 
+def test_the_directory_of_another_user_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    database = doctor.check_database(f"sqlite:///{tmp_path / 'state' / 'skyrl.db'}")
+    assert database.status == "missing"
+    assert "Permission denied" in database.found
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    state = doctor.check_state_dir(tmp_path / "state" / "of-one")
+    assert (state.status, state.found) == ("missing", f"{tmp_path / 'state' / 'of-one'} cannot be written")
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [
+        ('backend = "none"\nexternal_inference_url = "http://127.0.0.1:1"', []),
+        ('external_inference_url = "http://127.0.0.1:1"', ["torch"]),
+        ('ray_address = "10.0.0.1:6379"\ncheckpoint_store = "file:///store"', ["torch"]),
+        ("", ["torch", "vLLM", "vLLM plugin"]),
+    ],
+    ids=["gateway", "samples elsewhere", "vLLMs on other nodes", "all of it"],
+)
+def test_only_what_the_server_runs_must_be_installed(
+    settings: str, missing: list[str], tmp_path: Path, port: int, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install()
+    monkeypatch.setattr(doctor, "plugin_installed", lambda: False)
+    monkeypatch.setattr(doctor, "check_ray", lambda _: Check("Ray", "ok", ""))
+    file = tmp_path / "skyrl.toml"
+    file.write_text(f'base_model = "tiny"\n{settings}\n')
+    rows = doctor.checks(port, tmp_path / "state", file)
+    assert [row.name for row in rows if row.status == "missing"] == missing
+
+
 def test_the_report_names_every_check_and_its_exit_code_is_1_if_one_fails(
     tmp_path: Path, port: int, install: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
