@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from sqlalchemy import Connection, func, insert, select, union_all, update
+from sqlalchemy import ColumnElement, Connection, func, insert, select, union_all, update
 
 from skyrl.storage.db import audit
 from skyrl.storage.db.tables import ApiKeyRow, CheckpointRow, SessionRow
@@ -25,7 +25,7 @@ Scope = Literal["train", "sample", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 ALL_SCOPES = frozenset[str](SCOPES)
 MAX_KEYS = 10_000
-"""The most keys that are not revoked. Each API process holds them all in memory."""
+"""The most keys that are neither revoked nor expired. Each API process holds them all in memory."""
 _PREFIX = "tml-"
 ID = slice(len(_PREFIX), len(_PREFIX) + 12)
 
@@ -75,6 +75,11 @@ def known_tenant(connection: Connection, tenant: str) -> bool:
     return connection.execute(union_all(*places).limit(1)).first() is not None
 
 
+def unrevoked(expiry: float) -> ColumnElement[bool]:
+    """Whether a key is not revoked, and expires after this time if it does."""
+    return api_keys.c.revoked_at.is_(None) & (api_keys.c.expires_at.is_(None) | (api_keys.c.expires_at > expiry))
+
+
 def create(
     connection: Connection, *, tenant: str | None, name: str, scopes: Iterable[Scope], expires_at: float | None
 ) -> tuple[str, ApiKey]:
@@ -82,7 +87,7 @@ def create(
 
     Raises KeyRefused when there are MAX_KEYS already.
     """
-    held = connection.execute(select(func.count()).where(api_keys.c.revoked_at.is_(None))).scalar_one()
+    held = connection.execute(select(func.count()).where(unrevoked(time.time()))).scalar_one()
     if held >= MAX_KEYS:
         raise KeyRefused(f"there are {held} keys, and at most {MAX_KEYS} are held: revoke some")
     key_id = secrets.token_hex(6)

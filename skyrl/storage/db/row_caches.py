@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from sqlalchemy import bindparam, select, update
 
 from skyrl.storage.db.database import MAX_NAMED, Database
-from skyrl.storage.db.keys import ID, ApiKey, api_keys, digest_of, key_of, revoke
+from skyrl.storage.db.keys import ID, ApiKey, api_keys, digest_of, key_of, revoke, unrevoked
 from skyrl.storage.db.writer import GroupCommitWriter
 
 Row = TypeVar("Row")
@@ -104,10 +104,12 @@ class SessionCache(Generic[T]):
 
 
 MINUTE_S = 60
+EXPIRED_S = 30 * 86_400
+"""For so long a key is known after it has expired, so that its user is told why it is refused."""
 
 
 class Keys:
-    """All keys that are not revoked, in memory: finding a key reads no database.
+    """All keys that are neither revoked nor long expired, in memory: finding a key reads no database.
 
     The next `refresh` finds the changes of other processes. When the database cannot be read, the keys that were read
     last stay valid.
@@ -124,7 +126,7 @@ class Keys:
 
     async def refresh(self) -> None:
         """Read the keys from the database again."""
-        query = select(api_keys).where(api_keys.c.revoked_at.is_(None))
+        query = select(api_keys).where(unrevoked(time.time() - EXPIRED_S))
         rows = await self._database.read_async(lambda connection: list(connection.execute(query)))
         self._held = {row.id: key_of(row) for row in rows}
 

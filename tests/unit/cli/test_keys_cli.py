@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import insert, select, text
+from sqlalchemy import insert, select, text, update
 from typer.testing import CliRunner, Result
 
 from skyrl.api.access import tenant_of_key
@@ -16,6 +18,7 @@ from skyrl.storage.db import keys as key_rows
 from skyrl.storage.db.audit import audit_events
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.keys import api_keys
+from skyrl.storage.db.row_caches import Keys
 from skyrl.storage.db.sessions import sessions
 from tests.databases import make_tables, url_of
 from tests.postgres_server import KIND, ON_SQLITE
@@ -155,6 +158,30 @@ def test_create_refuses_more_keys_than_the_maximum(operator: Operator, monkeypat
     assert refusal(operator.run("create")) == "there are 1 keys, and at most 1 are held: revoke some"
     operator.run("revoke", key_id)
     operator.create()
+
+
+def test_an_expired_key_takes_no_place_and_is_known_for_a_month(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_rows, "MAX_KEYS", 1)
+    operator.create("--expires", "12h")
+    assert "at most 1 are held" in refusal(operator.run("create"))
+    database = Database(url_of(operator.state_dir))
+    held = Keys(database, None)  # type: ignore[arg-type]
+    known: list[int] = []
+
+    def expire(ago_s: float) -> None:
+        change = update(api_keys).where(api_keys.c.expires_at.is_not(None)).values(expires_at=time.time() - ago_s)
+        database.write(lambda connection: connection.execute(change))
+        asyncio.run(held.refresh())
+        known.append(len(held))
+
+    expire(1)
+    operator.create()
+    expire(29 * 86_400)
+    expire(31 * 86_400)
+    database.close()
+    assert known == [1, 2, 1]
 
 
 @ON_SQLITE
