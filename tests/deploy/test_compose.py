@@ -97,6 +97,16 @@ def test_server_gateway_and_vllm_see_the_state_directory_at_one_path() -> None:
     assert image_environment()["SKYRL_STATE_DIR"] == "/var/lib/skyrl"
 
 
+def test_the_gateway_starts_with_the_secrets_of_the_server() -> None:
+    configured = {name: ALL[name]["environment"] for name in ("skyrl", "gateway")}
+    server, own = ((image_environment() | configured[name])["SKYRL_STATE_DIR"] for name in ("skyrl", "gateway"))
+    secrets = ALL["gateway-secrets"]
+    assert secrets["entrypoint"] == ["cp", f"{server}/token-secret", f"{server}/url-secret", f"{own}/"]
+    assert secrets["depends_on"] == {"skyrl": {"condition": "service_healthy"}}
+    assert ALL["gateway"]["depends_on"]["gateway-secrets"] == {"condition": "service_completed_successfully"}
+    assert {volume.removesuffix(":ro") for volume in secrets["volumes"]} <= {*ALL["gateway"]["volumes"]}
+
+
 ALL_THREE = ("skyrl", "gateway", "vllm")
 
 
