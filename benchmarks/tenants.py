@@ -155,7 +155,7 @@ class Scene:
         for tenant in tenants:
             tenant.start(self._server.url, self._base_model[tenant.name], settings)
         with ThreadPoolExecutor(len(tenants)) as pool:
-            list(pool.map(lambda tenant, run: tenant.follow(run, lambda: None), tenants, runs))
+            list(pool.map(lambda tenant, run: tenant.follow(run), tenants, runs))
         wall = time.perf_counter() - began
         used = {part: after - before[part] for part, after in self._cpu().items()}
         busy = busy_seconds() - busy

@@ -257,7 +257,7 @@ class Demo:
         for tenant in tenants:
             tenant.start(server.url, BASE_MODEL, settings)
         with ThreadPoolExecutor(len(tenants)) as pool, self._console.status(title) as status:
-            following = [pool.submit(tenant.follow, runs[tenant.name], lambda: None) for tenant in tenants]
+            following = [pool.submit(tenant.follow, runs[tenant.name]) for tenant in tenants]
             try:
                 running = True
                 while running:

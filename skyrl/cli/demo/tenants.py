@@ -5,7 +5,6 @@ the measured time of a run includes no imports: a run of two steps goes before t
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,11 +79,10 @@ class Tenant:
     def start(self, base_url: str, base_model: str, settings: Settings) -> None:
         self._pipe.send((base_url, base_model, settings))
 
-    def follow(self, run: Run, on_step: Callable[[], None]) -> None:
+    def follow(self, run: Run) -> None:
         """Add the steps of the ordered run to `run` until it is done. Raises TenantFailed."""
         while isinstance(sent := self._next(180), Step):
             run.add(sent)
-            on_step()
         run.seconds = sent
 
     def kill(self) -> None:

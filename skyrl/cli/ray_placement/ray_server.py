@@ -11,10 +11,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from skyrl.inference.placement import OnExit
 from skyrl.runtime.processes.backoff import Backoff
@@ -307,6 +307,3 @@ NOT_STARTED = 78
 def in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[str], None]) -> Callable[[str], None]:
     """`callback`, to be called on other threads."""
     return lambda text: loop.call_soon_threadsafe(callback, text) and None
-
-
-Call = Coroutine[Any, Any, T]

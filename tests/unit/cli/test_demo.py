@@ -51,7 +51,7 @@ class QuickTenant:
 
     def start(self, *_: object) -> None: ...
 
-    def follow(self, run: Run, _: object) -> None:
+    def follow(self, run: Run) -> None:
         run.seconds = 0.0
 
 
