@@ -27,6 +27,8 @@ from skyrl.storage.db.keys import ALL_SCOPES, SCOPES, ApiKey
 from skyrl.storage.db.row_caches import Keys
 
 _BEARER = "bearer "
+MAX_KEY = 2_000
+"""The most characters of a key or a token. Caches keep the last 4,096 keys in memory."""
 
 
 def offered_key(headers: Headers) -> str:
@@ -176,6 +178,8 @@ class Access:
 
         Raises RequestError 401 for a key that is not accepted, InvalidToken for a token that is not.
         """
+        if len(key_or_token) > MAX_KEY:
+            raise RequestError(f"the API key has more than {MAX_KEY} characters", status=401)
         if is_token(key_or_token):
             return self._caller_of_token(key_or_token)
         if is_agent_key(key_or_token):

@@ -40,8 +40,6 @@ from skyrl.runtime.metrics.tallies import Spread, Tally
 from skyrl.runtime.processes.logs import about_request, plain
 from skyrl.runtime.tracing import RequestTrace, Span, SpanContext, Spans, TraceDecision, current_trace
 
-MAX_KEY = 2_000
-"""The most characters of a key or a token. `skyrl.api.access` keeps the last 4,096 keys in memory."""
 MAX_REQUEST_ID = 128
 """The most characters of a request id that a client gives."""
 _PRINTABLE_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID}}}")
@@ -193,8 +191,6 @@ def key_of(headers: Headers) -> str:
     key = offered_key(headers)
     if not key:
         raise RequestError("send an API key in X-API-Key, or in Authorization as Bearer", status=401)
-    if len(key) > MAX_KEY:
-        raise RequestError(f"the API key has more than {MAX_KEY} characters", status=401)
     return key
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import stat
 import time
 from pathlib import Path
@@ -14,8 +15,7 @@ import pytest
 from api_harness import Api, Serve
 
 from skyrl.api import access
-from skyrl.api.access import Tokens, tenant_of_key, user_urn
-from skyrl.api.table import MAX_KEY
+from skyrl.api.access import MAX_KEY, Tokens, tenant_of_key, user_urn
 
 
 def claims(token: str) -> dict[str, object]:
@@ -98,6 +98,20 @@ async def test_a_key_has_a_maximum_length(api: Api) -> None:
     answer = await my_sessions(api, "k" * (MAX_KEY + 1))
     assert (answer.status_code, "www-authenticate" in answer.headers) == (401, False)
     assert "kkk" not in answer.text
+
+
+async def test_a_longer_key_is_kept_nowhere(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "skyrl")
+    access._caller_of_unlisted.cache_clear()
+    long = "k" * (MAX_KEY + 1)
+    into = {"session_id": "s", "model_seq_id": 0, "path": "tinker://s:train:0/weights/n"}
+    for body in (into, {"source_path": into["path"], "destination_project_id": "mine"}):
+        route = "load_weights" if body is into else "copy_weights"
+        answer = await api.post(route, body | {"weights_access_token": long})
+        assert (answer.status_code, answer.json()["field"]) == (403, "weights_access_token")
+    assert (await api.http.get("/nowhere", headers={"X-API-Key": long})).status_code == 404
+    assert "(key kkkkkkkk...)" in caplog.text
+    assert access._caller_of_unlisted.cache_info().currsize == 1, "the caller's own key"
 
 
 async def test_a_key_that_begins_like_a_token_is_still_a_key(api: Api) -> None:
