@@ -26,8 +26,8 @@ LOCATION = "sha256:"
 _LOCATION = re.compile(LOCATION + "([0-9a-f]{64})")
 MAX_FILES = 1024
 """The most different images in one request."""
-_JSON_MARKS = (b'"iVBORw0KGgo', b'"/9j/', b'"\\/9j\\/', b'"location"')
-_PROTO_MARKS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")
+_JSON_MARKS = (b'"iVBORw0KGgo', b'"/9j', b'"\\/9j', b'"location"', b"\\u")  # an escape may hide any of the others
+_PROTO_MARKS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", LOCATION.encode())
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,11 @@ def test_only_a_body_with_a_file_or_a_pointer_is_looked_through() -> None:
         assert may_have_images(escaped(image()).encode(), "json")
         assert may_have_images(escaped(image(JPEG)).encode(), "json")
         assert may_have_images(escaped({"location": located(PNG)}).encode(), "json")
+    for other in (r'{"locat\u0069on": "sha256:0"}', r'{"data": "/9j\/4AA"}', r'{"data": "\u002f9j/4AA"}'):
+        assert may_have_images(other.encode(), "json"), "other ways to write the same JSON"
+    pointer = pb.Chunk(image=pb.ImageChunk(location=located(PNG)))
+    body = pb.ForwardBackwardRequest(data=[pb.Datum(model_input=[pointer])]).SerializeToString()
+    assert may_have_images(body, "proto")
     assert may_have_images(sdk_body([Datum(ModelInput(chunks=[ImageChunk(data=JPEG, format="jpeg")]), {})]), "proto")
 
 
