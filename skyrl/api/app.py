@@ -37,10 +37,11 @@ from skyrl.chat.openai.errors import ErrorBody
 
 class Refusal(msgspec.Struct):
     """Every answer of 400 and above, except on the OpenAI-compatible routes. If `field` names the field at fault
-    (dotted), `detail` begins with that name."""
+    (dotted), `detail` begins with that name. A refusal of what is no HTTP has no `request_id`."""
 
     detail: str
     field: str | None
+    request_id: str | None = None
 
 
 def _body_schema(body: Body) -> dict[str, Any]:

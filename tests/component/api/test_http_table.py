@@ -327,6 +327,12 @@ def test_the_test_above_covers_every_kind_of_error(api: Api) -> None:
     assert {next(kind for kind in type(error).__mro__ if kind in kinds) for error, _ in ERRORS.values()} == {*kinds}
 
 
+async def test_the_document_has_each_field_of_a_refusal(api: Api) -> None:
+    refused = await api.post("asample", {})
+    document = (await api.http.get("/openapi.json")).json()
+    assert document["components"]["schemas"]["Refusal"]["properties"].keys() == refused.json().keys()
+
+
 async def test_a_key_without_the_scope_is_refused(serve: Serve, database: Database) -> None:
     text, _ = database.write(lambda c: key_rows.create(c, tenant=None, name="k", scopes=("sample",), expires_at=None))
     async with serve(api_keys="managed") as api:
