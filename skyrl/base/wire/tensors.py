@@ -193,7 +193,8 @@ def _to_array(data: Sequence[int | float], dtype: Any, name: str, field: str) ->
     float32."""
     given = np.asarray(data)
     try:
-        if dtype is np.int64 and (given.dtype.kind == "u" or (given.dtype.kind == "f" and (given % 1).any())):
+        # As floats, larger integers may have been rounded.
+        if dtype is np.int64 and given.dtype.kind in "uf" and ((given % 1 != 0) | (np.abs(given) >= 2**53)).any():
             raise ValueError("64 bit signed integers only")
         with np.errstate(over="raise"):
             return given.astype(dtype)

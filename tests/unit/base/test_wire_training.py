@@ -303,12 +303,23 @@ def test_an_empty_json_tensor_keeps_its_type() -> None:
     assert inputs["x"].dtype == np.int64
 
 
+def test_whole_numbers_with_a_point_are_integers() -> None:
+    body = as_json(json_datum([1], x={"data": [1.0, -2.0], "dtype": "int64"}))
+    (inputs,) = decode_forward_backward(body, "json", forward_only=False).loss_inputs
+    assert inputs["x"].tolist() == [1, -2]
+    assert inputs["x"].dtype == np.int64
+
+
 @pytest.mark.parametrize(
     ("tensor", "says"),
     [
         ({"data": [1.5], "dtype": "int64"}, "data does not fit int64"),
         ({"data": [2**63], "dtype": "int64"}, "data does not fit int64"),
         ({"data": [2**70], "dtype": "int64"}, "data does not fit int64"),
+        ({"data": [1e300], "dtype": "int64"}, "data does not fit int64"),
+        ({"data": [float(2**63)], "dtype": "int64"}, "data does not fit int64"),
+        ({"data": [2**63, -1], "dtype": "int64"}, "data does not fit int64"),
+        ({"data": [2**53 + 1, 1.0], "dtype": "int64"}, "data does not fit int64"),
         ({"data": [1e39], "dtype": "float32"}, "data does not fit float32"),
         ({"data": [1, 2], "shape": [3]}, "does not fit 2 elements"),
         ({"data": [1, 2], "shape": [-2]}, "out of bounds"),
