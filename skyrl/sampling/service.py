@@ -59,21 +59,25 @@ class CutNotes:
 
     def __init__(self) -> None:
         self.count = 0
-        self._noted: set[str] = set()
+        self._noted: dict[str, int | None] = {}
+        """By sampling session: the `seq_id` of the sample that got the note."""
 
-    def note(self, request: SampleRequest, job: SampleJob, sampler_id: str) -> str | None:
-        """A sentence for the user; None if nothing was cut, or if the sampling session got a note before."""
+    def note(self, request: SampleRequest, job: SampleJob, sampler_id: str, *, new: bool) -> str | None:
+        """A sentence for the user; None if nothing was cut, or if another sample of the sampling session got a note.
+        A repeat (not `new`) gets its note again, because the first answer may be lost."""
         fits = cut_to(request, job)
         if fits is None:
             return None
-        self.count += 1
-        if sampler_id in self._noted:
-            return None
-        if len(self._noted) >= MAX_REMEMBERED:
-            self._noted.clear()
-        self._noted.add(sampler_id)
+        self.count += new
         asked = request.sampling_params.max_tokens
-        logger.info("sampling session %s: max_tokens is cut to what fits, first from %d to %d", sampler_id, asked, fits)
+        if sampler_id not in self._noted:
+            if len(self._noted) >= MAX_REMEMBERED:
+                self._noted.clear()
+            self._noted[sampler_id] = request.seq_id
+            line = "sampling session %s: max_tokens is cut to what fits, first from %d to %d"
+            logger.info(line, sampler_id, asked, fits)
+        elif new or self._noted[sampler_id] != request.seq_id:
+            return None
         return (
             f"sampling_params.max_tokens: {asked} is more than the {fits} tokens that fit the model's context after "
             f"this prompt of {len(job.prompt)}; it was cut to {fits}. Later samples of this sampling client are cut in "
@@ -172,7 +176,7 @@ class SampleService:
         finally:
             if not started:
                 entry.leave()
-        note = self.cuts.note(request, job, sampler.id)
+        note = self.cuts.note(request, job, sampler.id, new=new)
         return Promise(request_id, sample_sequence_ids(request_id, request.num_samples), cut_to(request, job), note)
 
     def _cached_base_model(self, sampling_session_id: str, tenant: str) -> str | None:

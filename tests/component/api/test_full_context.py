@@ -193,6 +193,13 @@ async def test_the_first_cut_sample_of_a_sampling_session_carries_a_note(
     assert {request.json["max_tokens"] for request in upstream.completions} == {97}
 
 
+async def test_a_repeat_carries_the_note_again_and_is_not_counted(api: Api) -> None:
+    sampler = await api.sampler()
+    has_note = [NOTE in (await sample(api, sampler, seq_id, 98)).headers for seq_id in (0, 0, 1, 1, 0)]
+    assert has_note == [True, True, False, False, True], "the answer of the first try may be lost"
+    assert (await api.http.get("/statusz")).json()["samples"]["max_tokens_cut"] == 2
+
+
 @pytest.mark.parametrize("max_tokens", [None, 1, 97])
 async def test_a_sample_that_fits_carries_no_note(api: Api, max_tokens: int | None) -> None:
     answer = await sample(api, await api.sampler(), 0, max_tokens)
