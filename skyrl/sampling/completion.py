@@ -7,7 +7,7 @@ too. Does not know connections, retries or futures.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import msgspec
@@ -46,10 +46,6 @@ def prompt_scores(job: SampleJob) -> PromptScores | None:
     return PromptScores(rows, ids, job.alternatives, job.seed if job.alternatives else None)
 
 
-def best_first(cells: Iterable[tuple[int, float]]) -> TopkRow:
-    return sorted(cells, key=lambda cell: -cell[1])
-
-
 class PromptAnswer:
     """The prompt rows of one choice (all choices have the same rows), read for one job. A part that the job does not
     want is None. Raises MalformedAnswer or msgspec.DecodeError if a part that the job wants is missing."""
@@ -60,8 +56,7 @@ class PromptAnswer:
         self.logprobs: list[float | None] | None = None
         """One value per prompt token."""
         self.topk: list[TopkRow | None] | None = None
-        """The k best tokens per position. vLLM also sends the token of the prompt; it is dropped unless it is one of
-        them."""
+        """Per position the k best tokens and that of the prompt, which vLLM also sends, in any order."""
         if not job.wants_prompt:
             return
         scores = prompt_scores(job)
@@ -82,8 +77,7 @@ class PromptAnswer:
             if job.prompt_logprobs:
                 logprobs.append(None if index < first else _own_logprob(row, index, prompt[index]))
             if job.topk_prompt:
-                cells = None if row is None else ((int(token), cell.logprob) for token, cell in row.items())
-                topk.append(None if cells is None else best_first(cells)[: job.topk_prompt])
+                topk.append(None if row is None else [(int(token), cell.logprob) for token, cell in row.items()])
         self.logprobs = logprobs if job.prompt_logprobs else None
         self.topk = topk if job.topk_prompt else None
 
@@ -424,7 +418,7 @@ def _sequence(choice: Choice, job: SampleJob, zero_fill: bool) -> SampledSequenc
         if not zero_fill:
             raise MissingLogprobs("a sampled token has no logprob")
         logprobs = [0.0 if value is None else value for value in logprobs]
-    topk = _sample_topk(choice, job.topk_sample) if job.topk_sample else None
+    topk = _sample_topk(choice) if job.topk_sample else None
     return SampledSequence(
         ENDED[choice.finish_reason],
         choice.token_ids,
@@ -434,9 +428,9 @@ def _sequence(choice: Choice, job: SampleJob, zero_fill: bool) -> SampledSequenc
     )
 
 
-def _sample_topk(choice: Choice, k: int) -> list[TopkRow]:
+def _sample_topk(choice: Choice) -> list[TopkRow]:
     rows = choice.cells()
     if len(rows) != len(choice.token_ids or []):
         raise MalformedAnswer("top_logprobs do not match the tokens")
     # top_p and top_k give tokens minus infinity
-    return [best_first(cell for cell in row if cell[1] > MINUS_INFINITY)[:k] for row in rows]
+    return [[cell for cell in row if cell[1] > MINUS_INFINITY] for row in rows]

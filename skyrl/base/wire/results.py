@@ -56,6 +56,7 @@ class SampleResult(msgspec.Struct, frozen=True):
 
 
 def _topk(rows: Sequence[TopkRow | None], k: int) -> pb.TopkLogprobs:
+    """The k best cells of each row, whose cells come in any order."""
     ids = np.zeros((len(rows), k), np.int32)
     logprobs = np.full((len(rows), k), TOPK_EMPTY_LOGPROB, np.float32)
     for index, row in enumerate(rows):
