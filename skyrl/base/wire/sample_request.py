@@ -224,8 +224,6 @@ class SampleRequest(msgspec.Struct):
     target_prompt_logprobs: JsonTensor | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
-    base_model: str | None = None
-    model_path: str | None = None
 
 
 def decode_sample_request(body: bytes, vocab_size: int | None) -> SampleRequest:
