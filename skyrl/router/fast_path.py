@@ -45,8 +45,8 @@ class FastPathRule:
         if method not in _METHODS or head.length > self._most_bytes or (head.has_body and head.length < 0):
             return False
         path = url.partition(b"?")[0]
-        if not path.startswith(b"/") or b"%" in path or self._is_own(path.decode("latin-1")):
-            return False
+        if not path.startswith(b"/") or b"%" in path or b"#" in url or self._is_own(path.decode("latin-1")):
+            return False  # a worker may read an encoded path, or one with a fragment, as one of the router's own
         return self._key is None or self._key.is_in(headers)
 
 
@@ -192,9 +192,10 @@ class RouterHttp(BufferedRequests):
     def start(self, body: bytes) -> bool:
         path = self.url.partition(b"?")[0].decode("latin-1")
         proxy = self.rule.proxy
+        facts = RequestFacts(self._head.key, proxy.adapter(path, body))
         if not proxy.slots.try_acquire():  # the worker is chosen when the request's turn has come
             return False
-        worker = proxy.pool.choose(RequestFacts(self._head.key, proxy.adapter(path, body)))
+        worker = proxy.pool.choose(facts)
         if worker is None or not self._start_fast(worker, path, self._head, body):
             proxy.slots.release()
             self.hand_over(body, more=False)

@@ -163,7 +163,7 @@ class Proxy:
             body = b'{"model":%s}' % found[1]
         try:
             named = _decode_named(body)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
         name = named.lora_path or named.model
         return None if name in self._base_models else name

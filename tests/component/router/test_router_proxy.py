@@ -323,6 +323,24 @@ async def test_a_route_of_its_own_is_found_under_an_encoded_name(path: str, runn
         assert router.app.counts["internal_errors"] == 0
 
 
+async def test_a_fragment_leads_past_no_key(running_router: Start) -> None:
+    """A worker drops it from the target."""
+    worker = FakeWorker()
+    async with running_router(worker, admin_key="admin") as router:
+        request = b"POST /pause_generation#x HTTP/1.1\r\nHost: r\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
+        assert (await raw(router.url, request)).startswith(b"HTTP/1.1 401 ")
+    assert worker.received == []
+
+
+@pytest.mark.parametrize("body", [b'{"model":"\xff"}', b'{"x":%s%s}' % (b"[" * 5000, b"]" * 5000)])
+async def test_a_body_that_cannot_be_read_goes_on_and_holds_no_slot(running_router: Start, body: bytes) -> None:
+    worker = FakeWorker()
+    async with running_router(worker, policy="adapter_affinity", limits=Limits(running=1, waiting=0)) as router:
+        for sent in (body, b'{"model":"a"}'):
+            async with router.session.post(f"{router.url}/v1/completions", data=sent) as answer:
+                assert (answer.status, await answer.read()) == (200, sent)
+
+
 async def test_with_a_key_only_health_is_open(running_router: Start) -> None:
     worker = FakeWorker()
     async with running_router(worker, key="secret") as router:
