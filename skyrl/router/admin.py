@@ -17,8 +17,8 @@ from typing import Any
 
 from skyrl.http.connection import HeaderList
 from skyrl.http.messages import Body, Reply, fields_of, json_reply
-from skyrl.router.broadcast import RETRY_AFTER, Outcome, SharedRequest
-from skyrl.router.messages import error_reply, not_allowed
+from skyrl.router.broadcast import Outcome, SharedRequest
+from skyrl.router.messages import RETRY_AFTER, error_reply, not_allowed
 from skyrl.router.pool import WorkerPool
 from skyrl.router.worker import Fetch, Worker, WorkerState
 

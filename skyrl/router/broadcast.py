@@ -19,7 +19,7 @@ from skyrl.http.answers import Answer, header_of
 from skyrl.http.connection import HeaderList
 from skyrl.http.forward import OWN_HEADERS
 from skyrl.http.messages import Reply, json_reply
-from skyrl.router.messages import error_reply, not_allowed
+from skyrl.router.messages import RETRY_AFTER, error_reply, not_allowed
 from skyrl.router.pool import WorkerPool
 from skyrl.router.worker import Fetch, Refused, Unreachable, Worker, WorkerState
 
@@ -29,7 +29,6 @@ ABORT_QUARANTINED_S = 1.0
 LOOK_S = 5.0
 ADAPTER_S = 300.0
 FLUSH_S = 120.0
-RETRY_AFTER = [(b"retry-after", b"1")]
 _ABORT, _FLUSH = "/abort_request", "/flush_cache"
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 BROADCAST: dict[str, tuple[str, ...]] = {
@@ -109,7 +108,8 @@ class Broadcasts:
         """`path` is one of `BROADCAST`."""
         if (refused := not_allowed(method, BROADCAST[path])) is not None:
             return refused
-        workers = self.pool.workers if path == _ABORT else self.pool.candidates
+        alive = [worker for worker in self.pool.workers if not worker.is_dead]
+        workers = alive if path == _ABORT else self.pool.candidates
         if not workers:
             return error_reply(503, "Service Unavailable", "no worker is routable", RETRY_AFTER)
         timeout_s = {_ABORT: ABORT_S, _FLUSH: FLUSH_S}.get(path, ADAPTER_S)

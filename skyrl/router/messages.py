@@ -219,11 +219,11 @@ BUSY = "router_busy"
 """Too many requests wait. No worker has seen the request."""
 INTERRUPTED = "worker_interrupted"
 """The connection to the worker broke. The worker may have run the request, so the router does not send it again."""
-RETRY_AFTER_S = 1
+RETRY_AFTER = [(b"retry-after", b"1")]
 
 
 def refusal(status: int, code: str, message: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> Reply:
     kind = "invalid_request_error" if status < 500 else "service_unavailable"
-    by_status = {503: [(b"retry-after", b"%d" % RETRY_AFTER_S)], 401: [(b"www-authenticate", b"Bearer")]}
+    by_status = {503: RETRY_AFTER, 401: [(b"www-authenticate", b"Bearer")]}
     more = [(b"x-smg-error-code", code.encode()), *by_status.get(status, ()), *headers]
     return json_reply(status, {"error": {"message": message, "type": kind, "code": code}}, more)

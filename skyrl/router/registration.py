@@ -11,11 +11,10 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 from skyrl.http.messages import Reply, json_reply
-from skyrl.router.messages import error_reply, not_allowed
+from skyrl.router.messages import RETRY_AFTER, error_reply, not_allowed
 from skyrl.router.pool import WorkerPool
 from skyrl.router.worker import Worker, WorkerState
 
-RETRY_AFTER_S = 1
 MAX_LABEL_BYTES = 16 * 1024
 MAX_REASON = 1000
 
@@ -134,7 +133,7 @@ class RegistrationRoutes:
             return json_reply(200, {"status": "ok" if path == "/health" else "ready", **counts})
         reason = "no worker is routable"
         unready = {"status": "not ready", "reason": reason, "error": {"code": 503, "message": reason}, **counts}
-        return json_reply(503, unready, [(b"retry-after", str(RETRY_AFTER_S).encode())])
+        return json_reply(503, unready, RETRY_AFTER)
 
 
 HEALTH_PATHS = frozenset(("/health", "/live", "/liveness", "/readiness", "/ready", "/readyz"))

@@ -71,6 +71,12 @@ async def test_an_abort_reaches_workers_that_drain_or_are_quarantined(world: Wor
     assert world.targets() == [["/abort_request"], ["/abort_request"]]
 
 
+async def test_an_abort_is_not_sent_to_a_worker_that_is_dead_by_hand(world: World) -> None:
+    world.pool.set_service(world.workers[0], disabled=None, is_dead=True)
+    assert (await world("POST", "/abort_request", {"rid": "r"}))[0] == 200
+    assert world.targets() == [[], ["/abort_request"]]
+
+
 async def test_one_worker_that_aborts_is_enough(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast, "ABORT_QUARANTINED_S", 0.01)
     monkeypatch.setattr(broadcast, "ABORT_S", 3600)
