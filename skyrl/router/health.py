@@ -85,7 +85,7 @@ class HealthProber:
                     raise Unreachable(f"{url}/health answered {answer.status}")
         except Refused as refusal:
             self._pool.probe_failed(worker, str(refusal), self._failure_threshold)
-            self._pool.refused(worker)
+            self._pool.refused(worker, str(refusal))
         except Unreachable as failure:
             self._pool.probe_failed(worker, str(failure), self._failure_threshold)
         else:
@@ -98,10 +98,9 @@ LOOK_EVERY_S = 0.5
 
 
 class HungWorkers:
-    """Watches workers that fail their probes and have requests in flight, and those that are known to have
-    ended. After `hang_s` seconds without a good probe,
-    their clients get 502, and may send the request again. While a worker's weights change, these seconds do not run:
-    the change has a bound of its own."""
+    """Watches workers that fail their probes and have requests in flight, and those that are known to have ended. After
+    `hang_s` seconds without a good probe, their clients get 502, and may send the request again. While a worker's
+    weights change, these seconds do not run: the change has a bound of its own."""
 
     def __init__(self, pool: WorkerPool, proxy: Proxy, hang_s: float) -> None:
         self._pool = pool

@@ -60,7 +60,7 @@ class RouterMetrics(Collector):
         """A worker has the lowest free number from its registration until it is forgotten."""
         if change is Change.FORGOTTEN:
             self._numbers.pop(worker, None)
-        elif worker not in self._numbers:
+        elif change is Change.REGISTERED and worker not in self._numbers:
             taken = set(self._numbers.values())
             self._numbers[worker] = next(number for number in count() if number not in taken)
 

@@ -80,7 +80,7 @@ class Change(StrEnum):
     QUARANTINED = "quarantined"
     REVIVED = "revived"
     PROBED = "probed"
-    """A quarantined worker that waits for its registration began to answer probes, or ceased to."""
+    """A worker began to answer probes, or ceased to, and its state stays."""
     SERVICE = "service"
     """Taken out of routing, or put back, by hand or because of what it missed."""
     HELD = "held"
@@ -101,7 +101,8 @@ class WorkerPool:
         self._candidates: tuple[Worker, ...] = ()
         self._subscribers: list[Callable[[Worker, Change], None]] = []
         self.next_change = asyncio.Event()
-        """Is set at the next change of the candidates. Get it in the moment in which the candidates are looked at."""
+        """Is set at the next change of the candidates, and at any change while no worker's weights are being changed.
+        Get it in the moment in which the candidates are looked at."""
         self.ejections = 0
         """How often a healthy worker was quarantined."""
 
@@ -173,12 +174,11 @@ class WorkerPool:
 
     def set_service(self, worker: Worker, *, disabled: str | None, is_dead: bool) -> None:
         """Put the worker out of routing by hand, or back. What it missed stays as it is."""
-        if self._workers.get(worker.url) is worker:
-            worker.disabled, worker.is_dead = disabled, is_dead
-            self._changed(worker, Change.SERVICE)
+        worker.disabled, worker.is_dead = disabled, is_dead
+        self._changed(worker, Change.SERVICE)
 
     def set_missed(self, worker: Worker, missed: str | None) -> None:
-        if worker.missed != missed and self._workers.get(worker.url) is worker:
+        if worker.missed != missed:
             worker.missed = missed
             self._changed(worker, Change.SERVICE)
 
@@ -193,8 +193,7 @@ class WorkerPool:
         finally:
             for worker in workers:
                 worker.holds -= 1
-                if self._workers.get(worker.url) is worker:  # it may have been removed meanwhile
-                    self._changed(worker, Change.HELD)
+                self._changed(worker, Change.HELD)
 
     def find(self, id_or_url: str) -> Worker | None:
         worker = self._by_id.get(id_or_url)
@@ -238,11 +237,11 @@ class WorkerPool:
         if worker.state is WorkerState.DRAINING:
             self._forget_if_drained(worker)
 
-    def refused(self, worker: Worker) -> None:
-        """The worker refused a connection: no request goes there until a probe is answered."""
+    def refused(self, worker: Worker, reason: str = "it refused a connection") -> None:
+        """No connection came about: no request goes there until a probe is answered."""
         answered, worker.answers = worker.answers, False
         if worker.state is WorkerState.HEALTHY:
-            self.quarantine(worker, "it refused a connection")
+            self.quarantine(worker, reason)
         elif answered:
             self._changed(worker, Change.PROBED)
 
@@ -257,8 +256,9 @@ class WorkerPool:
         """`threshold` failures in a row quarantine the worker."""
         worker.failed_probes += 1
         answered, worker.answers = worker.answers, False
-        if worker.state is WorkerState.QUARANTINED and answered:
-            self._changed(worker, Change.PROBED)
+        if worker.state is not WorkerState.HEALTHY:
+            if answered:
+                self._changed(worker, Change.PROBED)
         elif worker.failed_probes >= threshold:
             self.quarantine(worker, f"{worker.failed_probes} health probes in a row failed, the last: {reason}")
 
@@ -266,15 +266,12 @@ class WorkerPool:
         """A good probe revives a quarantined worker, unless it waits for its registration."""
         worker.failed_probes = 0
         answered, worker.answers = worker.answers, True
-        if worker.state is not WorkerState.QUARANTINED:
-            return
-        if worker.held:
-            if not answered:
-                self._changed(worker, Change.PROBED)
-            return
-        worker.state = WorkerState.HEALTHY
-        log.warning("worker %s answers again", worker.url)
-        self._changed(worker, Change.REVIVED)
+        if worker.state is WorkerState.QUARANTINED and not worker.held:
+            worker.state = WorkerState.HEALTHY
+            log.warning("worker %s answers again", worker.url)
+            self._changed(worker, Change.REVIVED)
+        elif not answered:
+            self._changed(worker, Change.PROBED)
 
     def counts(self) -> list[dict[str, Any]]:
         """Each worker's numbers for `GET /statusz`."""
@@ -300,12 +297,16 @@ class WorkerPool:
 
     def _changed(self, worker: Worker, change: Change) -> None:
         workers = self._workers.values()
+        if change is not Change.FORGOTTEN and self._workers.get(worker.url) is not worker:
+            return  # it was forgotten meanwhile
         candidates = tuple(worker for worker in workers if worker.routable)
         if not candidates:  # the last resort: workers that answer, although their owner has not registered them again
             quarantined = (w for w in workers if w.state is WorkerState.QUARANTINED and w.in_service)
             candidates = tuple(worker for worker in quarantined if worker.held and worker.answers)
-        if candidates != self._candidates:
+        differs = candidates != self._candidates
+        if differs:
             self._candidates = candidates
+        if differs or not self.changing:  # who waits for the end of a change looks again
             self.next_change.set()
             self.next_change = asyncio.Event()
         for subscriber in self._subscribers:

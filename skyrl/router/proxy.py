@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from skyrl.http.answers import WORKER_HEADER
 from skyrl.http.client import AnswerStream, HttpClient, head_of
 from skyrl.http.connection import HeaderList, Interrupted, NotAccepted, address_of
 from skyrl.http.forward import RequestHead, check_headers, check_target, pass_back, passed_on
@@ -35,8 +36,6 @@ COLLECTED_BYTES = 2**20
 MAX_TRIES = 8
 CONNECT_S = 5.0
 
-WORKER_HEADER = b"x-skyrl-worker"
-"""The URL of the worker that an answer is about. Only where the router names workers."""
 _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
 CHOSEN = "skyrl.router.worker"
 """The key in the scope of a worker that was chosen before. A policy must choose once per request: with two turns for
@@ -175,7 +174,8 @@ class Proxy:
             chosen = None
             if worker is None and not tried and pool.changing:
                 worker = await self._when_routable(facts)
-                trouble = f"the weights of all workers have been changed for {self.limits.change_s:g} s"
+                if pool.changing:
+                    trouble = f"the weights of all workers have been changed for {self.limits.change_s:g} s"
             if worker is None:
                 break
             pool.begin(worker)
@@ -187,7 +187,7 @@ class Proxy:
             except NotAccepted as error:
                 trouble = f"{worker.url} cannot be reached ({error})"
                 self.counts["not_accepted"] += 1
-                pool.refused(worker)
+                pool.refused(worker, f"it could not be reached ({error})")
                 tried.append(worker)
             finally:
                 pool.end(worker)

@@ -281,6 +281,17 @@ async def test_waiting_for_new_weights_has_a_bound() -> None:
         assert "weights of all workers" in (await answer.json())["error"]["message"]
 
 
+async def test_requests_do_not_wait_for_a_worker_that_stays_out_after_its_change() -> None:
+    worker = Trained("only")
+    async with running_router(worker, limits=Limits(change_s=5)) as router:
+        async with changing(router, worker):
+            waiting = asyncio.create_task(router.session.post(router.url + SAMPLE, data=b"x").__aenter__())
+            await until(lambda: len(router.server.server_state.tasks) == 2)
+            await put(router, worker, {"disabled": True})
+        answer = await waiting
+        assert (answer.status, (await answer.json())["error"]["message"]) == (503, "no worker is routable")
+
+
 async def test_one_change_at_a_time() -> None:
     async with two(admin_lock_s=0.05) as (router, first, second):
         async with changing(router, first):

@@ -49,7 +49,8 @@ async def test_workers_are_shown_by_number_and_a_free_number_is_given_again() ->
     assert shown['skyrl_router_workers{state="quarantined"}'] == shown['skyrl_router_workers{state="healthy"}'] == 1
     assert shown["skyrl_router_ejections_total{}"] == 1
     parts.pool.remove(first.url)
-    parts.pool.add("http://three:1")
+    with parts.pool.weights_change([first]):  # that began before
+        parts.pool.add("http://three:1")
     workers = {series for series in parts.shown() if series.startswith("skyrl_router_worker_routable")}
     assert workers == {'skyrl_router_worker_routable{worker="0"}', 'skyrl_router_worker_routable{worker="1"}'}
 

@@ -180,7 +180,7 @@ async def test_nobody_gets_what_a_client_that_left_did_not_read(running_router: 
 
 
 async def test_a_refused_connection_sends_the_request_to_another_worker_and_quarantines_at_once(
-    running_router: Start,
+    running_router: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     alive, dead = FakeWorker(), FakeWorker()
     async with running_router(alive, dead, policy="round_robin", health_check_interval_s=60) as router:
@@ -192,6 +192,7 @@ async def test_a_refused_connection_sends_the_request_to_another_worker_and_quar
         assert [request.body for request in alive.received] == [b"0", b"1", b"2", b"3", b"4", b"5"]
         assert router.app.status()["counts"]["not_accepted"] == 1  # type: ignore[index]
         assert router.app.status()["routable"] == 1
+    assert "is quarantined: it could not be reached (ConnectionRefusedError: " in caplog.text
 
 
 async def test_a_revived_worker_is_used_again(running_router: Start) -> None:
@@ -304,15 +305,19 @@ async def test_a_body_beyond_the_limit_is_refused(running_router: Start, most: i
     assert len(worker.received) == 1
 
 
-async def test_requests_at_a_worker_that_hangs_are_broken_off(running_router: Start) -> None:
+@pytest.mark.parametrize("removed", [False, True])
+async def test_requests_at_a_worker_that_hangs_are_broken_off(running_router: Start, removed: bool) -> None:
     worker = FakeWorker(steps(until_left))
     async with running_router(worker, hang_s=0.1) as router:
         asking = asyncio.create_task(router.session.post(f"{router.url}/x", data=b"1").__aenter__())
         await until(lambda: len(worker.received) == 1)
+        if removed:
+            router.app.pool.remove(worker.url)
         worker.healthy = False
         answer = await asking
         assert answer.status == 502
         assert (await answer.json())["error"]["code"] == "worker_interrupted"
+        assert (router.app.pool.workers == []) == removed
 
 
 @pytest.mark.parametrize("path", ["/%68ealth", "/list%5Fworkers"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from skyrl.router.policies import LeastInFlight, RequestFacts
-from skyrl.router.pool import WorkerPool
+from skyrl.router.pool import Change, WorkerPool
 from skyrl.router.worker import Worker, WorkerState
 
 ANY = RequestFacts()
@@ -82,6 +82,21 @@ def test_a_removed_worker_is_not_told_of_the_end_of_a_change(pool: WorkerPool) -
     pool.set_missed(worker, "an update")
     pool.set_service(worker, disabled="why", is_dead=True)
     assert told == []
+
+
+def test_a_worker_that_falls_silent_or_answers_again_is_told_of_until_it_is_forgotten(pool: WorkerPool) -> None:
+    worker, told = pool.add("http://a"), list[Change]()
+    pool.subscribe(lambda _, change: told.append(change))
+    pool.probe_failed(worker, "why", THRESHOLD)
+    pool.probe_answered(worker)
+    assert told == [Change.PROBED]
+    pool.begin(worker)
+    pool.remove("http://a")
+    pool.probe_failed(worker, "why", THRESHOLD)
+    pool.probe_answered(worker)
+    pool.end(worker)
+    pool.probe_failed(worker, "why", THRESHOLD)
+    assert told[1:] == [Change.DRAINING, Change.PROBED, Change.PROBED, Change.FORGOTTEN]
 
 
 def test_the_next_change_of_the_candidates_wakes_who_waits(pool: WorkerPool) -> None:
