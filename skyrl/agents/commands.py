@@ -20,6 +20,9 @@ from skyrl.agents.session import Session
 T = TypeVar("T")
 TERMINATE_S = 5.0
 """From SIGTERM to SIGKILL."""
+POLL_S = 0.05
+REST_S = 1.0
+"""How long the rest of the output may take, after the end. A child in a group of its own may hold the pipe for ever."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,23 @@ class Command(Generic[T]):
         process = await _start(self.argv(task), None if self.cwd is None else self.cwd(task), environment)
         assert process.stdout is not None
         kept = bytearray()
+        reading = asyncio.create_task(_read(process.stdout, kept, self.max_output))
+        failure = None
         try:
             async with asyncio.timeout(self.timeout_s):
-                await _read(process.stdout, kept, self.max_output)
-                status = await process.wait()
+                await _ended(process)
+            if process.returncode:
+                failure = f"ended with status {process.returncode}"
         except TimeoutError:
-            raise CommandFailed(f"stopped after {self.timeout_s:g} s", _text(kept)) from None
+            failure = f"stopped after {self.timeout_s:g} s"
         finally:
             await _kill_group(process)
-        if status:
-            raise CommandFailed(f"ended with status {status}", _text(kept))
-        return await self.reward(task, Finished(_text(kept)))
+            await asyncio.wait({reading}, timeout=REST_S)
+            reading.cancel()
+        text = kept.decode(errors="replace")
+        if failure is not None:
+            raise CommandFailed(failure, text)
+        return await self.reward(task, Finished(text))
 
 
 async def _start(argv: Sequence[str], cwd: Path | None, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
@@ -89,11 +98,13 @@ async def _read(stream: asyncio.StreamReader, kept: bytearray, limit: int) -> No
     """Read to the end, and keep the last `limit` bytes."""
     while part := await stream.read(65_536):
         kept += part
-        del kept[:-limit]
+        del kept[: max(0, len(kept) - limit)]
 
 
-def _text(output: bytearray) -> str:
-    return output.decode(errors="replace")
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Wait for the end of the program itself. `process.wait` also waits for its children, which hold its pipe."""
+    while process.returncode is None:  # noqa: ASYNC110 - asyncio has no event for it
+        await asyncio.sleep(POLL_S)
 
 
 async def _kill_group(process: asyncio.subprocess.Process) -> None:
@@ -103,7 +114,7 @@ async def _kill_group(process: asyncio.subprocess.Process) -> None:
             os.killpg(process.pid, signal.SIGTERM)
         with suppress(TimeoutError):
             async with asyncio.timeout(TERMINATE_S):
-                await process.wait()
+                await _ended(process)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+    await _ended(process)

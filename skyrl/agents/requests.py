@@ -20,7 +20,8 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 CONNECTIONS = 64
 """At once, to the server. Further requests wait for one of them."""
-
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding an answer raises."""
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ def decoded(kind: type[T], body: bytes) -> T:
     """The JSON of an answer as `kind`. Raises BadAnswer."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise BadAnswer(f"an answer that this client cannot read: {error}") from None
 
 
@@ -89,7 +90,7 @@ def _message(answer: httpx.Response) -> str:
     """The server's sentence. A proxy before the server may answer with anything."""
     try:
         return msgspec.json.decode(answer.content, type=_Refusal).detail
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return answer.text[:500]
 
 

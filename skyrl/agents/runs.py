@@ -98,9 +98,10 @@ async def _trajectory(
 
 
 def _checked(reward: float | None) -> float | None:
+    """A plain number: numpy's and truth values are no JSON numbers. Raises ValueError and TypeError."""
     if reward is not None and not math.isfinite(reward):
         raise ValueError(f"the agent's reward is {reward}")
-    return reward
+    return None if reward is None else float(reward)
 
 
 BROKEN = frozenset({"APIConnectionError", "TransportError", "ClientConnectionError", "ConnectionError"})

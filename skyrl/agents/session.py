@@ -137,7 +137,7 @@ class Session:
 
     async def reward(self, reward: float) -> None:
         """Keep the reward with the session. It must be finite."""
-        await self._send("POST", "/reward", body={"reward": reward})
+        await self._send("POST", "/reward", body={"reward": float(reward)})
 
     async def end(self) -> None:
         """End the session: its key samples nothing more. A session that has ended stays as it is."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from skyrl.agents import (
     Trajectory,
     advantages,
     collect,
+    run,
 )
 from skyrl.agents.requests import Requests
 from skyrl.agents.runs import is_servers
@@ -124,6 +126,19 @@ async def test_pages_that_end_too_soon_are_an_error() -> None:
             await session.turns()
 
 
+@pytest.mark.parametrize("reward", [np.float64(0.5), np.float32(1), True, "0.5"])
+async def test_any_number_is_a_reward_and_what_is_none_fails_its_own_agent_alone(reward: Any) -> None:
+    async def agent(session: Session, task: str) -> float:
+        return reward
+
+    pages = {"rows": [], "total": 0}
+    async with server([json(CREATED), json({}), json({}), json(pages)]) as (client, _):
+        (group,) = await run(client, agent, ["task"], retries=0, model="tiny")
+    (trajectory,) = group.trajectories
+    expected = None if isinstance(reward, str) else float(reward)
+    assert (trajectory.reward, type(trajectory.reward)) == (expected, type(expected))
+
+
 class Status(Exception):
     """As the SDKs of OpenAI and Anthropic have it."""
 
@@ -194,6 +209,24 @@ async def test_only_the_end_of_a_long_output_is_kept() -> None:
     agent = Command(shell, length, max_output=1_000)
     assert await agent(SESSION, "yes | head -c 3000000; echo; echo end >&2") == 1_000
     assert await Command(shell, said, max_output=4)(SESSION, "yes | head -c 3000000; printf 0.75 >&2") == 0.75
+
+
+async def test_no_output_is_kept_with_a_bound_of_0() -> None:
+    assert await Command(shell, length, max_output=0)(SESSION, "echo much") == 0
+
+
+@pytest.mark.parametrize("begin", ["", "setsid "])
+async def test_a_program_that_has_ended_waits_for_no_child(tmp_path: Path, begin: str) -> None:
+    child = tmp_path / "child"
+    try:
+        async with asyncio.timeout(30):
+            assert await Command(shell, said)(SESSION, f"{begin}sleep 600 & echo $! > {child}; printf 0.75") == 0.75
+        if not begin:
+            await ended(int(child.read_text()))
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(int(child.read_text()), signal.SIGKILL)
+        await asyncio.sleep(0.1)  # asyncio sees the end of the pipe
 
 
 async def test_a_status_other_than_0_is_a_failure_with_the_end_of_the_output() -> None:
