@@ -159,7 +159,8 @@ class Generating:
         self.check_open()
         target = await self._services.openai_models.find(model_in(body), call.tenant)
         model = self._services.served[target.number]
-        request = await asyncio.to_thread(chat, body, model.watch.limits())
+        grammars = self._services.config.openai_grammars
+        request = await asyncio.to_thread(chat, body, model.watch.limits(), grammars=grammars)
         return await service_of(model).count(Asked(request, target, call.tenant, call.id, len(body)))
 
     async def while_there(self, call: Call, work: Coroutine[Any, Any, T]) -> T:

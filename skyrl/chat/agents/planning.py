@@ -264,7 +264,10 @@ def _step(live: LiveSession, parent: AgentTurn, new: list[dict[str, Any]], setti
 
 def _with_defaults(chat: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """A request with the session's fields where it has none of its own; arguments of the template likewise."""
+    chat = {name: value for name, value in chat.items() if value is not None}
     fields = defaults | chat
+    if "max_tokens" in chat and "max_completion_tokens" not in chat:  # which would win
+        fields.pop("max_completion_tokens", None)
     own, given = defaults.get("chat_template_kwargs"), chat.get("chat_template_kwargs")
     if isinstance(own, dict) and isinstance(given, dict):
         fields["chat_template_kwargs"] = own | given

@@ -139,7 +139,7 @@ def _check_values(schema: dict[str, Any], field: str) -> None:
         raise RequestError("must be # or begin with #/: other documents are not read", field=f"{field}.$ref")
     if "required" in schema:
         required, properties = schema["required"], schema.get("properties", {})
-        if not isinstance(required, list):
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise RequestError("must be a list of names", field=f"{field}.required")
         for name in required:
             if not isinstance(properties, dict) or name not in properties:
@@ -278,7 +278,8 @@ lists the bytes of each token."""
 class Size:
     """`most_prompt` and `likely_prompt` are numbers of tokens of all prompts together: at most, and about.
     `max_tokens` is for each sequence; None if it is not known. `topk` and `prompt_topk` are best tokens per position;
-    `prompt_topk` None is no logprobs of the prompt. `topk_field` names `topk` in the request."""
+    `prompt_topk` None is no logprobs of the prompt. `topk_field` and `tokens_field` name `topk` and `max_tokens` in the
+    request."""
 
     prompts: int
     n: int
@@ -288,6 +289,7 @@ class Size:
     topk: int
     prompt_topk: int | None
     topk_field: str
+    tokens_field: str = "max_tokens"
 
     @property
     def sequences(self) -> int:
@@ -314,7 +316,7 @@ def check_size(size: Size, logprob_token_ids: Sequence[int] | None) -> None:
     """Raises RequestError naming the field."""
     _check_range("n", size.n, 1, MAX_NUM_SAMPLES)
     if size.max_tokens is not None and size.max_tokens < 0:
-        raise RequestError(f"must be at least 0, got {size.max_tokens}", field="max_tokens")
+        raise RequestError(f"must be at least 0, got {size.max_tokens}", field=size.tokens_field)
     _check_range(size.topk_field, size.topk, 0, MAX_TOPK)
     _check_range("prompt_logprobs", size.prompt_topk or 0, 0, MAX_TOPK)
     if logprob_token_ids is not None and len(logprob_token_ids) > MAX_TOPK:
@@ -324,7 +326,7 @@ def check_size(size: Size, logprob_token_ids: Sequence[int] | None) -> None:
         raise RequestError(
             f"{size.sequences} choices of up to {size.max_tokens} tokens, with {columns} logprobs each, are more than "
             f"the {MAX_SAMPLED} that one request may ask for",
-            field="n" if size.n > 1 else "max_tokens",
+            field="n" if size.n > 1 else size.tokens_field,
         )
     check_prompt(size)
 

@@ -203,7 +203,8 @@ def chat(body: bytes, limits: ContextLimits, *, grammars: bool = False) -> Gener
     text -= sum(len(picture.base64) for picture in pictures)
     longest = limits.max_context
     echoed = (given.top_logprobs or 0) if given.echo else None  # as vLLM reads it
-    asked = given.max_completion_tokens if given.max_completion_tokens is not None else given.max_tokens
+    tokens_field = "max_tokens" if given.max_completion_tokens is None else "max_completion_tokens"
+    asked: int | None = getattr(given, tokens_field)
     size = Size(
         prompts=1,
         n=given.n,
@@ -213,6 +214,7 @@ def chat(body: bytes, limits: ContextLimits, *, grammars: bool = False) -> Gener
         topk=given.top_logprobs or 0,
         prompt_topk=echoed if given.prompt_logprobs is None else given.prompt_logprobs,
         topk_field="top_logprobs",
+        tokens_field=tokens_field,
     )
     checked: dict[str, Any] = {**fields, "messages": for_template(messages)}
     return _generation(CHAT, given, checked, size, limits, grammars, pictures)

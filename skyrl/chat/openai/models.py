@@ -169,7 +169,7 @@ class ModelNames:
         if number is None or saved.weights is None:
             return None
         base = self._bases[number]
-        if base.current_weights is not None and not isinstance(saved.weights, FullWeights):
+        if (base.current_weights is not None) != isinstance(saved.weights, FullWeights):
             return None
         return base.target(str(saved.path), saved, number)
 

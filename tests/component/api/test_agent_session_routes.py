@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from agent_world import Server, user
 from api_harness import BASE, LONG_S, Api, Serve
 from one_turn import turn
 from sqlalchemy import insert, update
@@ -111,6 +112,15 @@ async def test_a_session_says_at_its_creation_what_becomes_of_thoughts(serve: Se
             400,
             'keep_thinking: contradicts thinking: "template"',
         )
+
+
+@pytest.mark.parametrize("given", [{"max_tokens": 64, "temperature": None}, {"max_completion_tokens": 64}])
+async def test_the_sessions_fields_hold_where_a_request_has_none(server: Server, given: dict[str, Any]) -> None:
+    agent = await server.agent(sampling={"max_completion_tokens": 512, "temperature": 0.5})
+    await agent.say([user("Hi")], **({"max_tokens": None} | given))
+    sent = server.vllm.upstream.requests[-1].json
+    numbers = {name: value for name, value in sent.items() if name.startswith("max_") or name == "temperature"}
+    assert numbers == {name: 64 for name in given if name != "temperature"} | {"temperature": 0.5}
 
 
 async def test_an_agent_is_told_the_public_address_or_the_one_that_was_asked(serve: Serve) -> None:

@@ -75,6 +75,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("s.properties", {"properties": []}),
     ("s.properties.a.items.not", {"properties": {"a": {"items": {"not": True}}}}),
     ("s.required", {"required": "a"}),
+    ("s.required", {"properties": {}, "required": [["a"]]}),
     ("s.minItems", {"minItems": MAX_COUNT + 1}),
     ("s.maxLength", {"type": "string", "maxLength": -1}),
     ("s.maxItems", {"maxItems": True}),

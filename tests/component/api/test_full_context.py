@@ -134,6 +134,15 @@ async def test_a_server_that_does_not_cut_by_itself_is_asked_again(
         assert "100 input tokens" in answer.text or "prompt is too long" in answer.text
 
 
+async def test_tokens_are_counted_of_any_chat_that_is_answered(serve: Serve, upstream: FakeUpstream) -> None:
+    upstream.controls["/tokenize"] = reply(200, {"count": 3})
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a+$"}}}
+    tools = [{"name": "f", "input_schema": schema, "strict": True}]
+    async with serve(openai_grammars=True) as api:
+        answer = await api.http.post("/v1/messages/count_tokens", json=CHAT | {"tools": tools})
+    assert (answer.status_code, answer.json()) == (200, {"input_tokens": 3})
+
+
 @pytest.mark.parametrize("dialect", [*REQUESTS, "agent sessions", "asample"])
 async def test_the_answer_names_the_key_where_the_servers_bound_is_below_the_models(
     serve: Serve, upstream: FakeUpstream, dialect: str

@@ -34,6 +34,7 @@ from sqlalchemy import select
 
 from skyrl.api.table import BodyMemoryHook
 from skyrl.base.tiny import tools
+from skyrl.base.types.weights import FullWeights
 from skyrl.inference import features
 from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
 from skyrl.storage.db import keys
@@ -93,6 +94,7 @@ async def test_the_list_of_models_has_the_served_names_and_the_callers_own_check
     save(database, "training", kind="weights", weights=None)
     save(database, "public", public=True, tenant=TWO)
     save(database, "theirs", tenant=TWO)
+    save(database, "whole", weights=FullWeights.of(RUN, 4))
     listed = (await api.http.get(f"{prefix}/models")).json()
     assert [model["id"] for model in listed["data"]] == [BASE, PATH]
     assert not upstream.requests

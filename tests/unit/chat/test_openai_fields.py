@@ -345,6 +345,8 @@ def test_max_tokens_above_the_context_is_cut_to_it_and_bounded_where_the_context
     assert sent(complete(max_tokens=4096))["max_tokens"] == 4096
     assert "max_tokens" not in sent(converse()), "vLLM fills the context"
     assert refused(lambda: complete(UNKNOWN, max_tokens=MAX_SAMPLED + 1)) == "max_tokens"
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert refused(lambda name=name: converse(UNKNOWN, **{name: MAX_SAMPLED + 1})) == name
 
 
 def test_a_prompt_of_tokens_must_leave_room_for_one() -> None:
