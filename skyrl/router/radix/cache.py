@@ -257,12 +257,6 @@ class RadixCache:
         self.hit_tokens += reused
         self.total_tokens += tokens
 
-    def retrieve(self, text: str) -> Tokens:
-        """The tokens that `text` stands for as training data. If `text` is a whole trajectory, all its sampled tokens
-        are there, also trailing ones that the worker trimmed from its text. Nothing is stored."""
-        final = self.whole(text)
-        return self.prompt(text).tokens if final is None else final.tokens()
-
     def whole(self, text: str) -> Trajectory | None:
         """The newest trajectory whose text is `text`. If there is one, this counts as a lookup."""
         final = self._tree.final(text)
