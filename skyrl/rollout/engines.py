@@ -133,6 +133,7 @@ class VllmHooks:
             raise EngineError("the engines run already")
         if self._config.rollout_state_dir is None:
             raise ValueError("rollout_state_dir: needed to start vLLM; its logs go there")
+        await self._check_free()
         log = Path(self._config.rollout_state_dir) / "rollout.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         argv = (sys.executable, "-m", "skyrl.cli.main", "rollout", *self.finalize_args(args))
@@ -150,6 +151,14 @@ class VllmHooks:
         except BaseException:
             await self.stop()
             raise
+
+    async def _check_free(self) -> None:
+        """Raises EngineError where a router answers already: it would be taken for that of this rollout."""
+        url = self._config.router_url
+        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
+            with contextlib.suppress(httpx.TransportError):
+                await client.get(f"{url}/live")
+                raise EngineError(f"{url} answers already: another rollout runs there")
 
     async def _ready(self, process: asyncio.subprocess.Process, log: Path) -> None:
         async with httpx.AsyncClient(trust_env=False, timeout=5) as client:

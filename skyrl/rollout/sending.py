@@ -49,7 +49,7 @@ class Counters:
 
 
 class Sender:
-    """`last_failure` of a request is for the error that its caller raises at the deadline."""
+    """Counts what becomes of its requests in `counters`."""
 
     def __init__(
         self, client: HttpClient, headers: dict[str, str], counters: Counters, *, retry_interrupted: bool

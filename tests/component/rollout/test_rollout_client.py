@@ -20,6 +20,7 @@ import pytest
 from skyrl.base.tiny import model_path
 from skyrl.rollout import (
     BadAnswer,
+    EngineError,
     RequestRefused,
     RolloutClient,
     RolloutConfig,
@@ -28,6 +29,7 @@ from skyrl.rollout import (
     SamplingParams,
     SglangHooks,
     Trajectory,
+    VllmHooks,
     make_strategy,
 )
 from skyrl.rollout.client import ROUTING_KEY
@@ -563,3 +565,12 @@ async def test_sglang_is_registered_at_the_router_by_url_and_removed() -> None:
         async with aiohttp.ClientSession() as session, session.get(f"{config.router_url}/list_workers") as listed:
             assert await listed.json() == {"urls": []}
     await engine.stop()
+
+
+async def test_engines_are_not_started_where_another_rollout_runs(tmp_path: Path) -> None:
+    async with running_router() as other:
+        port = int(other.url.rpartition(":")[2])
+        hooks = VllmHooks(RolloutConfig(rollout_router_port=port, rollout_state_dir=str(tmp_path / "state")))
+        with pytest.raises(EngineError, match="answers already: another rollout runs there"):
+            await hooks.start({})
+    assert not (tmp_path / "state").exists(), "nothing was started"
