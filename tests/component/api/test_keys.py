@@ -185,7 +185,7 @@ async def test_only_a_key_with_the_scope_train_gives_access_to_its_tenants_weigh
     source = {"source_path": "tinker://s:train:0/weights/n", "destination_project_id": "p"}
     theirs, _ = make(database, "train")
     samples, _ = make(database, "sample")
-    past, _ = make(database, expires_at=1.0)
+    past, _ = make(database, expires_at=time.time() - 60)
     async with serve(api_keys="managed") as api:
         token = await token_of(api, theirs)
         for given, status, reason in (
