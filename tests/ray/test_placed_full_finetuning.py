@@ -132,9 +132,9 @@ def test_a_vllm_whose_actor_is_killed_has_the_newest_version_before_it_is_used(
     sampler = updated(trainer)
     expected = sampled(sampler)
     params = types.SamplingParams(max_tokens=400, temperature=1.0, stop=[])
-    running = [sampler.sample(types.ModelInput.from_ints(TOKENS), 1, params) for _ in range(8)]
     node = boxes[0]
     ended = [*node.vllms(), *node.sidecars()]
+    running = [sampler.sample(types.ModelInput.from_ints(TOKENS), 1, params) for _ in range(32)]
     until(lambda: all(worker["in_flight"] for worker in workers(server)))
     node.actors()[0].kill()
     assert {len(each.result().sequences[0].tokens) for each in running} == {400}

@@ -51,6 +51,7 @@ def patch_cpu(*, fork_engine: bool) -> None:
     remove_unloaded()
     look_at_models_here()
     refuse_missing_kernels()
+    ask_for_tiles()
     if fork_engine:
         fork_the_engine()
 
@@ -77,6 +78,15 @@ def refuse_missing_kernels() -> None:
         return can_implement(config)
 
     CPUWNA16LinearKernel.can_implement = classmethod(checked)  # type: ignore[method-assign,assignment]
+
+
+def ask_for_tiles() -> None:
+    """Ask Linux for the tiles of AMX, for this process and those that it forks, on a CPU that has them.
+
+    vLLM 0.32.0 leaves that to oneDNN. Where another product in bfloat16 comes first, as with weights of four bits, its
+    attention ends the engine core by SIGILL.
+    """
+    torch.cpu._init_amx()
 
 
 def fork_the_engine() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -18,9 +19,25 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.rotary_embedding import get_rope
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    from skyrl.inference.vllm_plugin.cpu_patches import refuse_missing_kernels, route_without_groups, turn_all_heads
+    from skyrl.inference.vllm_plugin.cpu_patches import (
+        ask_for_tiles,
+        refuse_missing_kernels,
+        route_without_groups,
+        turn_all_heads,
+    )
 
 TOKENS, HEADS, SIZE, EXPERTS, PER_ROW = 7, 4, 64, 6, 2
+
+
+ARCH_PRCTL, ARCH_GET_XCOMP_PERM, TILE_DATA = 158, 0x1022, 18
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX")
+def test_a_process_may_use_the_tiles_of_amx() -> None:
+    allowed = ctypes.c_uint64()
+    ask_for_tiles()
+    assert ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_GET_XCOMP_PERM, ctypes.byref(allowed)) == 0
+    assert allowed.value >> TILE_DATA & 1
 
 
 @pytest.fixture
