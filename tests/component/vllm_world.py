@@ -80,6 +80,13 @@ async def _requests_done(url: str) -> int:
     return sum(int(float(line.split()[-1])) for line in lines if line.startswith("vllm:request_success_total{"))
 
 
+def spec_of(config: ServerConfig, directory: Path) -> ServerSpec:
+    """A vLLM of this server, which takes its adapters from the checkpoint store and keeps its files in `directory`."""
+    spec = vllm_spec(config, free_port(), KEY, cuda=False)
+    own = {CACHE: str(directory / "node"), "VLLM_CACHE_ROOT": str(directory / "vllm")}
+    return replace(spec, env={**spec.env, **node_environment(config), **own})
+
+
 @asynccontextmanager
 async def running_vllm(logs: Path, state_dir: Path) -> AsyncIterator[RunningServer]:
     """The server, ready. It has the tiny model and a context of `CONTEXT` tokens."""
@@ -92,9 +99,7 @@ async def running_vllm(logs: Path, state_dir: Path) -> AsyncIterator[RunningServ
         "trainer.policy.model.lora": {"max_loras": len(ADAPTER_RANKS), "max_cpu_loras": 8, "max_lora_rank": 32},
     }
     config = load_config({"base_model": str(MODEL), "state_dir": state_dir, "backend_config": backend})
-    spec = vllm_spec(config, free_port(), KEY, cuda=False)
-    own = {CACHE: str(state_dir / "node"), "VLLM_CACHE_ROOT": str(state_dir / "vllm")}
-    spec = replace(spec, env={**spec.env, **node_environment(config), **own})
+    spec = spec_of(config, state_dir)
     handle = LocalPlacement(logs).run(spec, [])
     published: list[str | None] = []
     locked = iter([True])

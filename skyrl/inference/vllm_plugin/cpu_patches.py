@@ -31,6 +31,7 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -52,6 +53,7 @@ def patch_cpu(*, fork_engine: bool) -> None:
     look_at_models_here()
     refuse_missing_kernels()
     ask_for_tiles()
+    take_the_plain_latent_attention()
     if fork_engine:
         fork_the_engine()
 
@@ -87,6 +89,23 @@ def ask_for_tiles() -> None:
     attention ends the engine core by SIGILL.
     """
     torch.cpu._init_amx()
+
+
+def take_the_plain_latent_attention() -> None:
+    """Compute latent attention by `CPU_MLA` on every CPU, unless the operator names another backend.
+
+    On a CPU with AMX vLLM 0.32.0 takes `AMX_MLA` without looking at the model. It knows bfloat16 alone, and heads of a
+    multiple of 32; skyrl serves models without quantized weights in float32.
+    """
+    original = CpuPlatform.check_and_update_config
+
+    def patched(cls: type[CpuPlatform], vllm_config: Any) -> None:
+        attention = vllm_config.attention_config
+        if attention.backend is None and getattr(vllm_config.model_config, "use_mla", False):
+            attention.backend = AttentionBackendEnum.CPU_MLA
+        original(vllm_config)
+
+    CpuPlatform.check_and_update_config = classmethod(patched)  # type: ignore[method-assign]
 
 
 def fork_the_engine() -> None:

@@ -23,7 +23,7 @@ from adapter_hosts import HostWithAllAdapters
 from safetensors.torch import load_file, save_file
 from tinker.proto.response_conv import deserialize_sample_response
 from transformers import AutoModelForCausalLM
-from vllm_world import ADAPTER_RANKS, KEY, MODEL, RunningServer, until
+from vllm_world import ADAPTER_RANKS, KEY, MODEL, RunningServer, spec_of, until
 
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.sample_request import Distribution
@@ -33,13 +33,11 @@ from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.remote.references import reference_to
 from skyrl.inference.replica import Addresses, Replica, ReplicaState
 from skyrl.inference.vllm_client import VllmError
-from skyrl.inference.vllm_command import vllm_spec
 from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
 from skyrl.router.broadcast import Broadcasts
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
 from skyrl.router.worker import fetch
-from skyrl.runtime.processes.ports import free_port
 from skyrl.sampling import client as prompt_apart
 from skyrl.sampling import completion
 from skyrl.sampling.client import ForwardingClient
@@ -585,7 +583,7 @@ async def test_a_replica_is_added_and_one_removed_while_samples_run(served: Runn
     """Two servers. Samples for an adapter go to the ready servers in turn, and none fails."""
     version = AdapterVersion("everywhere@1")
     served.host.directories[version] = adapter(tmp_path / "everywhere", 8)
-    spec = vllm_spec(served.config, free_port(), KEY, cuda=False)
+    spec = spec_of(served.config, tmp_path)
     handle = LocalPlacement(tmp_path / "logs").run(spec, [])
     published: list[str | None] = []
 

@@ -18,11 +18,14 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
     from vllm.model_executor.layers.rotary_embedding import get_rope
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from skyrl.inference.vllm_plugin.cpu_patches import (
         ask_for_tiles,
         refuse_missing_kernels,
         route_without_groups,
+        take_the_plain_latent_attention,
         turn_all_heads,
     )
 
@@ -38,6 +41,25 @@ def test_a_process_may_use_the_tiles_of_amx() -> None:
     ask_for_tiles()
     assert ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_GET_XCOMP_PERM, ctypes.byref(allowed)) == 0
     assert allowed.value >> TILE_DATA & 1
+
+
+@pytest.mark.parametrize("named", [None, AttentionBackendEnum.AMX_MLA])
+def test_a_cpu_with_amx_computes_latent_attention_as_others_do_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, named: AttentionBackendEnum | None
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(lambda cls, config: None))
+    take_the_plain_latent_attention()
+    latent, other = (
+        SimpleNamespace(attention_config=SimpleNamespace(backend=named), model_config=SimpleNamespace(use_mla=mla))
+        for mla in (True, False)
+    )
+    for config in (latent, other):
+        CpuPlatform.check_and_update_config(cast(Any, config))
+    assert other.attention_config.backend is named
+    selector: Any = SimpleNamespace(use_sparse=False, use_mla=True)
+    chosen = CpuPlatform.get_attn_backend_cls(latent.attention_config.backend, selector)
+    assert chosen == (named or AttentionBackendEnum.CPU_MLA).get_path()
 
 
 @pytest.fixture
