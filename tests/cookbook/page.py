@@ -50,11 +50,13 @@ def _recipe(recipe: str, runs: Runs, needs: Mapping[str, str]) -> Iterator[str]:
 
 
 def _wrapped(command: str) -> str:
-    """The command in lines of at most 100 characters, as a shell takes them. An option stays beside its value."""
+    """The command in lines of at most 100 characters, as a shell takes them. An option stays beside its value. Between
+    quotes, where only JSON has blanks, a line ends without a stroke."""
     lines, line = [], ""
     for word in re.findall(r"--\S+ [^-\s]\S*|\S+", command):
         if line and len(line) + len(word) > 100:
-            lines.append(f"{line} \\")
+            is_quoted = "\n".join([*lines, line]).count("'") % 2
+            lines.append(line if is_quoted else f"{line} \\")
             line = f"    {word}"
         else:
             line = f"{line} {word}" if line else word
