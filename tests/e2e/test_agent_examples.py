@@ -22,7 +22,7 @@ from tests.environments import environment
 from tests.sdk_programs import TRACED, succeeded
 from tests.servers import ready
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 VERIFIERS = EXAMPLES.parent / "requirements" / "agents-verifiers.txt"
@@ -60,7 +60,7 @@ def test_an_agent_learns_to_call_a_tool(with_tools: DemoServer, script: str) -> 
     python = environment(VERIFIERS) if script == "agent_rl_verifiers.py" else sys.executable
     command = [python, str(EXAMPLES / script), "--base-url", with_tools.url]
     env = os.environ | TRACED | {"PYTHONPATH": str(EXAMPLES.parent)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500, check=False)
     assert succeeded(done.returncode, done.stderr), f"{done.returncode}: {done.stdout}{done.stderr}"
     rewards = re.search(r"reward ([\d.]+) to ([\d.]+)", done.stdout)
     assert rewards is not None, done.stdout
