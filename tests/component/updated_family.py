@@ -84,6 +84,7 @@ class Served:
         applied = self.call("apply", partial=partial)
         assert applied["ok"], applied
         assert applied["broken"] is None, applied
+        self.call("mark_broken", reason=None)
 
     def answer(self) -> Answer:
         """Logprobs of all tokens but the first, the tokens, and the record of experts."""

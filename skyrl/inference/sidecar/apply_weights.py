@@ -159,6 +159,7 @@ class ApplyWeights:
             if change.flush_cache or abandoned:
                 await self._flush(recompute=frozen > 0)
             await self.name(version)
+            await self.weights.call("mark_broken", {"reason": None})
         except SidecarError as error:
             await self.trouble.remember(f"the new weights are loaded, and were not put into service: {error.message}")
             raise VllmBroke(self.trouble.reason) from error

@@ -191,6 +191,7 @@ class WeightRoutes:
 
     async def _continue_generation(self, call: Call) -> Any:
         await parameters(call)
+        await self.updates.look()
         if self.updates.trouble is not None:
             raise BadRequest(f"generation stays paused: {self.updates.trouble}")
         if self.updates.unfinished is not None:

@@ -48,6 +48,8 @@ class Updates:
         """The memory of the weights is given away: nothing may read or write them."""
         self._is_outdated = False
         """Somebody has said that others have newer weights."""
+        self._has_looked = False
+        """Whether vLLM's weights are whole is known."""
         self._trouble = WeightTrouble(weights, pause)
         self._applying = ApplyWeights(vllm, weights, version, in_flight, pause, self._trouble, settings.update_s)
         self.checks = WeightChecks(self._present, weights, self._trouble, settings.update_s)
@@ -71,19 +73,28 @@ class Updates:
                 await self._trouble.take_over(self._trouble.reason or FIRST_WEIGHTS)
 
     async def run(self) -> None:
-        """Ask vLLM whether its weights are whole, once it answers: an earlier sidecar may have failed."""
+        """Look, once vLLM answers."""
         while True:
             try:
-                async with self.locked():
-                    ranks = await self._weights.call("state")
-                    broken = next((rank["broken"] for rank in ranks if rank.get("broken")), None)
-                    old = FIRST_WEIGHTS if self._is_outdated and not self.was_updated else None
-                    await self._trouble.take_over(broken or old)
+                await self.look()
                 return
-            except NotOffered:
-                return  # then nobody can change them
             except SidecarError:
                 await asyncio.sleep(LOOK_AGAIN_S)  # vLLM is still starting
+
+    async def look(self) -> None:
+        """Ask vLLM whether its weights are whole, unless that is known: an earlier sidecar may have failed. Raises
+        SidecarError."""
+        if self._has_looked:
+            return
+        async with self.locked():
+            if self._has_looked:
+                return
+            with contextlib.suppress(NotOffered):  # then nobody can change them
+                ranks = await self._weights.call("state")
+                broken = next((rank["broken"] for rank in ranks if rank.get("broken")), None)
+                old = FIRST_WEIGHTS if self._is_outdated and not self.was_updated else None
+                await self._trouble.take_over(broken or old)
+            self._has_looked = True
 
     async def see_start(self, start: str | None) -> None:
         """`start` names the start of vLLM that answers now. Another one than that of the last update has the weights

@@ -66,6 +66,7 @@ async def test_an_update_tells_the_outcome_of_each_rank(medium: str, vllm: TwoRa
         status, answer = await trainer.update(2.0, weight_version="2")
         assert (status, answer["applied"], answer["rank_results"]) == (200, True, BOTH)
         assert vllm.second.embed_tokens.weight.detach()[0, 0] == 2.0
+        assert [rank.answer("state", {})["broken"] for rank in vllm.ranks] == [None, None]
 
 
 async def joined(sidecar: Any) -> Any:

@@ -6,6 +6,7 @@ The vLLM is a fake with the worker extension's own calls behind it; tests/plane 
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 
 from skyrl.inference.sidecar.updates import FIRST_WEIGHTS
 from skyrl.inference.vllm_plugin.protocol import INCARNATION
-from tests.component.router_world import HEALTHY, running_router
-from tests.component.sidecar_world import answers, sidecar_before
+from skyrl.inference.vllm_plugin.weights.receiver import NOT_IN_SERVICE
+from tests.component.router_world import HEALTHY, Exchange, running_router
+from tests.component.sidecar_world import answers, running_sidecar, sidecar_before
 from tests.component.updated_vllm import DISK, GROUP, Trainer, UpdatedVllm, described, in_flight, part_of
 
 MEDIA = ("disk", "group", "memory")
@@ -207,3 +209,58 @@ async def test_a_look_that_waits_for_an_update_of_a_new_start_does_not_undo_it(
             updates._applying.updated_start = "b"
         await look
         assert (updates.trouble, updates.was_updated) == (None, True)
+
+
+async def test_weights_that_a_killed_sidecar_has_not_named_are_out_of_service_until_an_update(
+    vllm: UpdatedVllm, tmp_path: Path
+) -> None:
+    """It was killed while vLLM put them into the model, and has left vLLM paused. The next one may be asked to continue
+    before it has heard what vLLM has."""
+    await vllm.start()
+    async with running_sidecar(vllm.url) as killed:
+        await Trainer("disk", killed, vllm, tmp_path / "new").stage(2.0, weight_version="2")
+    assert vllm.receiver.answer("apply", {"partial": False})["ok"]
+    vllm.answer["/is_paused"] = answers({"is_paused": True})
+    asked = asyncio.Event()
+
+    async def slow(exchange: Exchange) -> None:
+        if json.loads(exchange.request.body)["args"][0] == "state":
+            await asked.wait()
+            await asyncio.sleep(0.1)
+        await vllm._call(exchange)
+
+    vllm.answer["/collective_rpc"] = slow
+    async with running_sidecar(vllm.url) as sidecar:
+        asked.set()
+        status, answer = await sidecar.post("/continue_generation")
+        assert (status, answer["message"]) == (400, f"generation stays paused: {NOT_IN_SERVICE}")
+        status, answer = await sidecar.post("/health")
+        assert (status, answer["error"]["message"]) == (503, NOT_IN_SERVICE)
+        assert (await Trainer("disk", sidecar, vllm, tmp_path / "new").update(3.0, weight_version="3"))[0] == 200
+        assert (await sidecar.post("/health"))[0] == 200
+        vllm.end.set()
+        assert (await sidecar.generate())[0] == 200, "the pause has ended with the update"
+    await vllm.stop()
+
+
+@pytest.mark.parametrize("failing", ["/update_weight_version", "mark_broken"])
+async def test_new_weights_that_cannot_be_put_into_service_stay_out_of_it(
+    failing: str, vllm: UpdatedVllm, tmp_path: Path
+) -> None:
+    fail = answers({"error": "no"}, "500 Internal Server Error")
+
+    async def call(exchange: Exchange) -> None:
+        name = json.loads(exchange.request.body)["args"][0]
+        await (fail if name == failing else vllm._call)(exchange)
+
+    working = dict(vllm.answer)
+    async with sidecar_before(vllm) as sidecar:
+        trainer = Trainer("disk", sidecar, vllm, tmp_path / "new")
+        vllm.answer |= {"/collective_rpc": call} | ({failing: fail} if failing in working else {})
+        status, answer = await trainer.update(2.0)
+        assert (status, "were not put into service: " in answer["message"]) == (400, True)
+        assert (await sidecar.post("/health"))[0] == 503
+        assert vllm.receiver.state()["broken"] is not None
+        vllm.answer |= working
+        assert (await trainer.update(3.0))[0] == 200
+        assert ((await sidecar.post("/health"))[0], vllm.receiver.state()["broken"]) == (200, None)

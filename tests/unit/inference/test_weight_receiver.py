@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from weight_model import EMBED, HEAD, KEY, QUERY, SCALE, SHAPES, TinyModel, served, tensors
 
 from skyrl.inference.vllm_plugin.weights.jobs import WeightsError
-from skyrl.inference.vllm_plugin.weights.receiver import Receiver
+from skyrl.inference.vllm_plugin.weights.receiver import NOT_IN_SERVICE, Receiver
 from skyrl.inference.vllm_plugin.weights.sources import MOST_GROUPS
 from skyrl.inference.vllm_plugin.weights.staging import Needed, Staged
 from skyrl.weights.deltas import delta
@@ -514,7 +514,23 @@ def test_a_broken_model_needs_a_full_update(world: World, tmp_path: Path) -> Non
     assert "it needs all its tensors" in refused["error"]
     world.read(directory)
     assert world.call("apply", partial=False)["broken"] is None
+    assert world.call("mark_broken", reason=None)["ok"]
     assert world.call("state")["broken"] is None
+
+
+def test_new_weights_count_as_broken_until_they_are_in_service(world: World, tmp_path: Path) -> None:
+    """Whoever applied them may have ended before it named them."""
+    world.read(checkpoint(tmp_path / "new", [tensors(2.0)]))
+    assert world.call("apply", partial=False)["broken"] is None
+    assert world.call("state")["broken"] == NOT_IN_SERVICE
+    part = checkpoint(tmp_path / "part", [{KEY: tensors(3.0)[KEY]}])
+    for is_named in (False, True):
+        if is_named:
+            world.call("mark_broken", reason=None)
+            assert world.call("state")["broken"] is None
+        assert world.read(part, partial=True)["ok"]
+        assert world.call("apply", partial=True)["ok"] is is_named
+    assert world.call("state")["broken"] == NOT_IN_SERVICE
 
 
 def test_reset_tensors_break_the_model_until_an_update(world: World, tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ class Checks:
 
 logger = logging.getLogger("vllm.skyrl_plugin")
 
+NOT_IN_SERVICE = "new weights are loaded, and were not put into service; update them"
+
 
 class Receiver:
     """`join(address, port, rank, world, name, backend, timeout_s)` forms a group. `rank`: of this worker in its
@@ -135,7 +137,8 @@ class Receiver:
 
     def apply(self, partial: bool) -> dict[str, Any]:
         """Put what is staged into the model. The engine stops until this returns. A full update also repairs a broken
-        model. `broken` in the answer: the model is now neither old nor new; `seconds`: of each stage."""
+        model. `broken` in the answer: the model is now neither old nor new; `seconds`: of each stage. Until
+        `mark_broken` with null the new weights count as broken: the sidecar that was to name them may have ended."""
         self._jobs.check_idle()
         staged = self._area.staged
         if staged is None or not staged.tensors:
@@ -147,22 +150,24 @@ class Receiver:
             raise WeightsError(f"the model is broken ({self._broken}): it needs all its tensors")
         self._area.staged = None
         seconds: dict[str, float] = {}
+        broken: str | None = None
         try:
             seconds = self._model.apply(staged.tensors, full=not missing)
-        except Broken as broken:
-            self._broken = f"an update failed while it changed the model: {broken}"
-            logger.error("%s", self._broken)
+        except Broken as error:
+            self._broken = broken = f"an update failed while it changed the model: {error}"
+            logger.error("%s", broken)
         else:
-            self._broken = None
+            self._broken = NOT_IN_SERVICE
             keeps = staged.keep and not missing and not self._model.holds(staged.tensors)
             self._area.keep_base(staged if keeps else None)
             self._model.copy_taken(staged.tensors)
-        answer = {"broken": self._broken, "tensors": len(staged.tensors), "bytes": staged.bytes, "seconds": seconds}
+        answer = {"broken": broken, "tensors": len(staged.tensors), "bytes": staged.bytes, "seconds": seconds}
         del staged
         self._area.free_memory()
         return answer
 
-    def mark_broken(self, reason: str) -> dict[str, Any]:
+    def mark_broken(self, reason: str | None) -> dict[str, Any]:
+        """`reason` null: the model is whole, and its version is named."""
         self._broken = reason
         return {}
 
