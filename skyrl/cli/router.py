@@ -251,11 +251,11 @@ def sidecar(
     """Run SGLang's /generate and control routes in front of a vLLM server."""
     from skyrl.base.config.server import ConfigError
     from skyrl.inference.sidecar.main import run_sidecar
-    from skyrl.inference.sidecar.settings import SidecarSettings
+    from skyrl.inference.sidecar.settings import KNOWN_VARIABLE, SidecarSettings
     from skyrl.runtime.metrics.files import FILE_VARIABLE
     from skyrl.runtime.processes.runtime import set_up_process
 
-    named = os.environ.get(FILE_VARIABLE)
+    named, known = os.environ.get(FILE_VARIABLE), os.environ.get(KNOWN_VARIABLE)
     metrics_file = Path(named) if named else None
     settings = SidecarSettings(
         vllm_url=vllm_address(vllm_url),
@@ -263,6 +263,7 @@ def sidecar(
         admin_key=admin_api_key or None,
         number=int(metrics_file.stem.rpartition("-")[2]) if metrics_file else 0,
         metrics_directory=metrics_file.parent if metrics_file else None,
+        known_file=Path(known) if known else None,
         host=host,
         port=port,
         max_in_flight=max_in_flight,

@@ -33,6 +33,7 @@ from skyrl.cli.launcher.skyrl_processes import PLACEMENT, RAY, log_part, metrics
 from skyrl.cli.launcher.state_dir import LONGEST_TMPDIR, lock_state_dir, private_directory
 from skyrl.http.admin_key import ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE
 from skyrl.inference.placement import LocalPlacement
+from skyrl.inference.sidecar.settings import KNOWN_VARIABLE
 from skyrl.inference.vllm_command import HOST, NO_PROGRESS_BARS, OFFLINE, WEIGHT_UPDATES
 from skyrl.router.state_file import FILE_NAME
 from skyrl.runtime.metrics.files import FILE_VARIABLE
@@ -180,6 +181,7 @@ class Plane:
                 command += ("--max-body-bytes", str(config.max_body_bytes))
                 command += ("--log-level", config.log_level, "--log-format", config.log_format)
                 env = {"SKYRL_VLLM_API_KEY": key, FILE_VARIABLE: str(published / name)}
+                env |= {KNOWN_VARIABLE: str(directory / f"{name}.json")}
                 await self._add(self._part(name, _skyrl(command), (), env, starts))
                 urls.append(f"http://{HOST}:{port}")
                 sidecars += (name,)

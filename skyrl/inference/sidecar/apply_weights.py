@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from skyrl.base.types.weights import FIRST_VERSION, next_version
@@ -84,7 +86,7 @@ class Applied(NamedTuple):
 
 @dataclass(eq=False)
 class ApplyWeights:
-    """`update_s` bounds the step in vLLM."""
+    """`update_s` bounds the step in vLLM. `known_file` has the last two fields, for the next sidecar."""
 
     vllm: Vllm
     weights: VllmWeights
@@ -93,12 +95,17 @@ class ApplyWeights:
     pause: Pause
     trouble: WeightTrouble
     update_s: float
+    known_file: Path | None
     was_updated: bool = False
     """Whether this sidecar has updated the weights of the vLLM that runs."""
     updated_start: str | None = None
-    """The start of vLLM that got this sidecar's last update, None if vLLM did not tell."""
+    """The start of vLLM that got the last update, None if vLLM did not tell."""
     last_named: str | None = None
-    """The version that this sidecar has named last, perhaps in a vLLM that has ended since."""
+    """The version that was named last, perhaps in a vLLM that has ended since."""
+
+    def __post_init__(self) -> None:
+        if self.known_file is not None and self.known_file.exists():
+            self.updated_start, self.last_named = json.loads(self.known_file.read_text())
 
     async def apply(self, change: Change) -> Applied:
         """Put what is staged into the model, flush, name the version. Raises SidecarError; the trouble's reason says
@@ -158,14 +165,15 @@ class ApplyWeights:
         try:
             if change.flush_cache or abandoned:
                 await self._flush(recompute=frozen > 0)
+            self.updated_start = None
+            with contextlib.suppress(SidecarError):
+                self.updated_start = (await self.vllm.health()).start
             await self.name(version)
             await self.weights.call("mark_broken", {"reason": None})
         except SidecarError as error:
             await self.trouble.remember(f"the new weights are loaded, and were not put into service: {error.message}")
             raise VllmBroke(self.trouble.reason) from error
-        self.was_updated, self.updated_start = True, None
-        with contextlib.suppress(SidecarError):
-            self.updated_start = (await self.vllm.health()).start
+        self.was_updated = True
         return Applied(frozen, version, ranks)
 
     async def _next_version(self) -> str | None:
@@ -191,6 +199,17 @@ class ApplyWeights:
         """Name the weights that vLLM has. Raises SidecarError."""
         await self.vllm.call("POST", "/update_weight_version", {"new_version": version})
         self.last_named = version
+        if self.known_file is not None:
+            await asyncio.to_thread(_write, self.known_file, [self.updated_start, self.last_named])
+
+
+def _write(file: Path, value: Any) -> None:
+    scratch = file.with_suffix(".new")
+    try:
+        scratch.write_text(json.dumps(value))
+        scratch.replace(file)
+    except OSError as error:
+        logger.warning("%s cannot be written; the next sidecar needs it: %s", file, error)
 
 
 @dataclass(eq=False)

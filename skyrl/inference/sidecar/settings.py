@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+KNOWN_VARIABLE = "SKYRL_SIDECAR_KNOWN_FILE"
+"""The environment variable by which a plane names `known_file` to its sidecar."""
+
 
 @dataclass(frozen=True, slots=True)
 class SidecarSettings:
@@ -17,6 +20,8 @@ class SidecarSettings:
     """Which of a plane's sidecars this is; its vLLM has the same number."""
     metrics_directory: Path | None = None
     """Where the processes of a plane publish their metrics; None: the sidecar has none around it."""
+    known_file: Path | None = None
+    """Where the sidecar keeps what the next one of the same vLLM must know; None: that ends with it."""
     host: str = "127.0.0.1"
     port: int = 30001
     max_in_flight: int = 8192

@@ -36,6 +36,7 @@ class Updates:
         pause: Pause,
     ) -> None:
         self._settings = settings
+        self._vllm = vllm
         self._weights = weights
         self._version = version
         self._pause = pause
@@ -47,11 +48,13 @@ class Updates:
         self.weights_away = False
         """The memory of the weights is given away: nothing may read or write them."""
         self._is_outdated = False
-        """Somebody has said that others have newer weights."""
+        """There are newer weights than those that vLLM loads by itself."""
         self._has_looked = False
         """Whether vLLM's weights are whole is known."""
         self._trouble = WeightTrouble(weights, pause)
-        self._applying = ApplyWeights(vllm, weights, version, in_flight, pause, self._trouble, settings.update_s)
+        self._applying = ApplyWeights(
+            vllm, weights, version, in_flight, pause, self._trouble, settings.update_s, settings.known_file
+        )
         self.checks = WeightChecks(self._present, weights, self._trouble, settings.update_s)
 
     @property
@@ -82,10 +85,12 @@ class Updates:
                 await asyncio.sleep(LOOK_AGAIN_S)  # vLLM is still starting
 
     async def look(self) -> None:
-        """Ask vLLM whether its weights are whole, unless that is known: an earlier sidecar may have failed. Raises
-        SidecarError."""
+        """Ask vLLM whether its weights are whole, and the last ones, unless that is known: an earlier sidecar may have
+        failed. Raises SidecarError."""
         if self._has_looked:
             return
+        if self._applying.updated_start is not None:
+            await self.see_start((await self._vllm.health()).start)
         async with self.locked():
             if self._has_looked:
                 return
@@ -105,6 +110,7 @@ class Updates:
         async with self.locked():
             if self._applying.updated_start != before:
                 return  # updated while this waited
+            self._is_outdated = True
             await self._trouble.take_over(FIRST_WEIGHTS)  # the next look tries again if this fails
             self._applying.was_updated, self._applying.updated_start = False, None
             self._forget_staged()

@@ -264,3 +264,44 @@ async def test_new_weights_that_cannot_be_put_into_service_stay_out_of_it(
         vllm.answer |= working
         assert (await trainer.update(3.0))[0] == 200
         assert ((await sidecar.post("/health"))[0], vllm.receiver.state()["broken"]) == (200, None)
+
+
+@pytest.mark.parametrize("first", ["sidecar", "vllm", "both"])
+async def test_a_sidecar_that_was_started_again_knows_which_start_of_vllm_was_updated(
+    first: str, vllm: UpdatedVllm, tmp_path: Path
+) -> None:
+    """Whichever of the two ends first; and versions go on."""
+    known = tmp_path / "known.json"
+    started(vllm, "a")
+    await vllm.start()
+    async with running_sidecar(vllm.url, known_file=known) as sidecar:
+        trainer = Trainer("disk", sidecar, vllm, tmp_path / "new")
+        assert [(await trainer.update(1.0))[1]["weight_version"] for _ in range(2)] == ["1", "2"]
+        if first == "vllm":
+            started(vllm, "b")
+            assert (await sidecar.post("/health"))[0] == 503
+    if first == "both":
+        started(vllm, "b")
+    async with running_sidecar(vllm.url, known_file=known) as sidecar:
+        if first == "sidecar":
+            assert (await sidecar.post("/health"))[0] == 200
+            started(vllm, "b")
+        else:
+            assert (await sidecar.post("/continue_generation"))[0] == 400
+        vllm.version = "default"
+        status, answer = await sidecar.post("/health")
+        assert (status, answer["error"]["message"]) == (503, FIRST_WEIGHTS)
+        assert (await Trainer("disk", sidecar, vllm, tmp_path / "new").update(2.0))[1]["weight_version"] == "3"
+        assert (await sidecar.post("/health"))[0] == 200
+    async with running_sidecar(vllm.url, known_file=known) as sidecar:
+        await sidecar.app.updates.run()
+        assert (await sidecar.post("/health"))[0] == 200
+    await vllm.stop()
+
+
+async def test_an_update_is_no_failure_although_the_disk_is_full(
+    vllm: UpdatedVllm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with sidecar_before(vllm, known_file=tmp_path / "no directory" / "known.json") as sidecar:
+        assert (await Trainer("disk", sidecar, vllm, tmp_path / "new").update(1.0))[0] == 200
+    assert "the next sidecar needs it" in caplog.text

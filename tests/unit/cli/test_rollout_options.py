@@ -21,6 +21,8 @@ from skyrl.inference import features
 from skyrl.inference.engine_kinds import RolloutVllm
 from skyrl.inference.placement import Spot
 from skyrl.inference.remote.settings import PlacedSidecar
+from skyrl.inference.sidecar import main as sidecar_process
+from skyrl.inference.sidecar.settings import SidecarSettings
 from skyrl.inference.vllm_command import WEIGHT_UPDATES, vllm_spec
 from skyrl.runtime.processes import runtime
 from skyrl.runtime.processes.systemd import Systemd
@@ -118,6 +120,15 @@ def test_vllm_may_have_any_port_but_the_routers(started: Any, monkeypatch: pytes
         check_inference_port(with_port(30_000))
 
 
+def known_file_of(argv: tuple[str, ...], env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Path | None:
+    """Where the sidecar of this command keeps what the next one must know."""
+    seen: list[SidecarSettings] = []
+    monkeypatch.setattr(sidecar_process, "run_sidecar", seen.append)
+    ran = CliRunner().invoke(app, argv[argv.index("sidecar") :], env=env)
+    assert ran.exit_code == 0, ran.output
+    return seen[0].known_file
+
+
 @pytest.mark.parametrize(
     ("flags", "most", "level"),
     [((), 64 * 2**20, "info"), (("--max-body-bytes", str(2**27), "--log-level", "debug"), 2**27, "debug")],
@@ -128,15 +139,20 @@ def test_sidecars_take_the_routers_bodies_and_log_at_its_level(
 ) -> None:
     config = started(*flags)
     commands: list[tuple[str, ...]] = []
+    environments: list[dict[str, str]] = []
 
     async def add(*_: object) -> None:
         pass
+
+    def part(_: Plane, name: str, argv: tuple[str, ...], needs: object, env: dict[str, str], *__: object) -> None:
+        commands.append(argv)
+        environments.append(env)
 
     monkeypatch.setattr(
         rollout_plane, "InferenceParts", lambda *_, **__: SimpleNamespace(replica_urls=("http://v:1",), parts=list)
     )
     monkeypatch.setattr(Plane, "_add", add)
-    monkeypatch.setattr(Plane, "_part", lambda self, name, argv, *_: commands.append(argv))
+    monkeypatch.setattr(Plane, "_part", part)
 
     async def start() -> None:
         plane = Plane(PlaneOptions(config, "127.0.0.1", 30_000, 1, ()), Findings([]), Systemd())
@@ -146,6 +162,7 @@ def test_sidecars_take_the_routers_bodies_and_log_at_its_level(
     asyncio.run(start())
     sidecar, _ = commands
     assert (value(sidecar, "--max-body-bytes"), value(sidecar, "--log-level")) == (str(most), level)
+    assert known_file_of(sidecar, environments[0], monkeypatch) == tmp_path / "sidecar-0.json"
     placed = RolloutVllm(config, "key").spec("vllm-0", Spot("127.0.0.1", 1, None, cuda=False, sidecar_port=2)).sidecar
     assert placed is not None
     settings = PlacedSidecar.from_environment(placed.env)
