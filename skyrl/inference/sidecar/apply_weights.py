@@ -61,11 +61,12 @@ class WeightTrouble:
         hold = await self.enter_hold()
         if reason is not None:  # an earlier sidecar may have paused vLLM for it; the next update continues
             self._pause.forget_found()
+            await self.remember(reason)
         self.reason = reason
         await self.leave_hold(hold)
 
     async def remember(self, reason: str) -> None:
-        """An update has broken the weights. vLLM remembers it too, for the next sidecar."""
+        """Nobody may sample. vLLM remembers it too: for the next sidecar, and to refuse a part of an update."""
         self.reason = reason
         with contextlib.suppress(SidecarError):
             await self._weights.call("mark_broken", {"reason": reason})

@@ -305,3 +305,18 @@ async def test_an_update_is_no_failure_although_the_disk_is_full(
     async with sidecar_before(vllm, known_file=tmp_path / "no directory" / "known.json") as sidecar:
         assert (await Trainer("disk", sidecar, vllm, tmp_path / "new").update(1.0))[0] == 200
     assert "the next sidecar needs it" in caplog.text
+
+
+async def test_a_part_of_an_update_does_not_make_first_weights_of_use(vllm: UpdatedVllm, tmp_path: Path) -> None:
+    """The rest of the model would be from before the training."""
+    started(vllm, "a")
+    async with sidecar_before(vllm) as sidecar:
+        trainer = Trainer("group", sidecar, vllm, tmp_path / "new")
+        assert (await trainer.update(1.0))[0] == 200
+        started(vllm, "b")
+        assert (await sidecar.post("/health"))[0] == 503
+        status, answer = await trainer._bucket(part_of(2.0, last=True), partial=True)
+        assert (status, "needs all its tensors" in answer["message"]) == (400, True), answer
+        assert (await sidecar.post("/health"))[0] == 503
+        assert (await trainer.update(2.0))[0] == 200
+        assert (await sidecar.post("/health"))[0] == 200
