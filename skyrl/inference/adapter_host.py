@@ -104,42 +104,50 @@ class SharedDirectory:
 
 class StoredAdapters:
     """The hosts of replicas that run elsewhere: each node fetches a version from the checkpoint store, once
-    (`skyrl.inference.remote`). This process moves no files."""
+    (`skyrl.inference.remote`). This process moves no files.
+
+    A version that only a checkpoint holds, a copy or one from before the server used Ray, is copied within the store to
+    its own key: there the sweep keeps it for those who sample from it, whatever becomes of the checkpoint."""
 
     copies = True
 
     def __init__(self, store: CheckpointStore, store_key: StoreKey) -> None:
         self._store = store
         self._store_key = store_key
-        self._found: dict[AdapterVersion, tuple[str, float]] = {}
-        """By version that was found in the store, its key, and until when that is taken for true."""
+        self._found: dict[AdapterVersion, float] = {}
+        """By version that was found in the store, until when that is taken for true."""
 
     async def bring(self, adapter: AdapterVersion) -> str:
         """As `AdapterHost.bring`. While the store is away, the reference is returned all the same: the node may have
         the files."""
-        key, until = self._found.get(adapter, ("", 0.0))
-        if until < time.monotonic():
-            key = await self._find(adapter)
+        key = version_key(adapter)
+        if self._found.get(adapter, 0.0) < time.monotonic():
+            await self._find(adapter, key)
         return reference_to(key)
 
-    async def _find(self, adapter: AdapterVersion) -> str:
-        try:
-            key = await self._store_key(adapter) or version_key(adapter)
-        except Exception as error:  # an unreachable database
-            raise AdapterUnavailable(adapter, error) from error
+    async def _find(self, adapter: AdapterVersion, key: str) -> None:
         try:
             await in_store(self._store.files, key)
-        except NotStored as error:
-            raise AdapterMissing(adapter) from error
+        except NotStored:
+            await self._copy(adapter, key)
         except StoreError as error:
             logger.warning("whether the checkpoint store has adapter %s is not known: %s", adapter.name, error)
-            return key
+            return
         now = time.monotonic()
         if len(self._found) >= MAX_FOUND:
-            self._found = {each: found for each, found in self._found.items() if found[1] >= now}
+            self._found = {each: until for each, until in self._found.items() if until >= now}
         if len(self._found) < MAX_FOUND:
-            self._found[adapter] = key, now + FOUND_S
-        return key
+            self._found[adapter] = now + FOUND_S
+
+    async def _copy(self, adapter: AdapterVersion, key: str) -> None:
+        """Store the files of the checkpoint that holds the version under `key`, too."""
+        try:
+            saved = await self._store_key(adapter) or key  # under which nothing is stored
+            await in_store(self._store.copy, saved, key)
+        except NotStored as error:
+            raise AdapterMissing(adapter) from error
+        except Exception as error:  # a full disk, an unreachable database or checkpoint store
+            raise AdapterUnavailable(adapter, error) from error
 
 
 class HostOfOtherServer:

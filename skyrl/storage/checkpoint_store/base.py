@@ -62,7 +62,8 @@ class CheckpointStore(Protocol):
         ...
 
     def copy(self, source: str, key: str) -> None:
-        """Store the files of the key `source` under `key`, too. Either may be deleted without harm to the other."""
+        """Store the files of the key `source` under `key`, too, under which nothing else is stored. Either may be
+        deleted without harm to the other. Several callers may make the same copy at once."""
         ...
 
     def files(self, key: str) -> dict[str, int]:

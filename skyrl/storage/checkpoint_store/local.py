@@ -41,6 +41,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def writing(self, key: str) -> Iterator[Path]:
+        remove(self._root / key)
         with self._filled(key) as directory:
             yield directory
             size = sum(sizes_of(directory).values())
@@ -48,7 +49,6 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _filled(self, key: str) -> Iterator[Path]:
-        remove(self._root / key)
         with atomic_directory(self._root / key) as directory:
             yield directory
             (directory / MANIFEST).write_bytes(manifest_of(sizes_of(directory)))
@@ -61,8 +61,12 @@ class LocalStore:
 
     def copy(self, source: str, key: str) -> None:
         directory = self._existing(source)
-        with self._filled(key) as scratch:
-            link_files(directory, scratch)
+        try:
+            with self._filled(key) as scratch:
+                link_files(directory, scratch)
+        except OSError:
+            if not (self._root / key).is_dir():
+                raise
 
     def files(self, key: str) -> dict[str, int]:
         return sizes_of(self._existing(key))

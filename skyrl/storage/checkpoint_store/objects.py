@@ -129,7 +129,6 @@ class ObjectStore:
 
     def copy(self, source: str, key: str) -> None:
         sizes = self.files(source)
-        self.delete(key)
         with self._explained():
             for name in sizes:
                 obstore.copy(self._store, f"{source}/{name}", f"{key}/{name}")

@@ -18,6 +18,7 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.wire.paths import TinkerPath, model_id_of, sampling_session_id_of
 from skyrl.engine import sweeping
 from skyrl.engine.publishing import adopt_adapters
 from skyrl.engine.sweeping import FileSweeper
@@ -29,7 +30,7 @@ from skyrl.storage.checkpoint_store.versions import ADAPTER_FILES, version_key
 from skyrl.storage.db import checkpoints
 from skyrl.storage.db.engine_state import read_state
 from skyrl.storage.db.models import set_model
-from skyrl.storage.db.samplers import find_sampler
+from skyrl.storage.db.samplers import Sampler, add_sampler, find_sampler
 
 
 class TravellingWorld(World):
@@ -144,6 +145,36 @@ async def test_an_expired_checkpoint_takes_no_files_from_a_sampling_session(worl
     assert world.keys() == {version_key(world.version(1))}
 
 
+async def test_a_copied_checkpoint_that_is_deleted_takes_no_files_from_a_sampling_session(
+    world: TravellingWorld,
+) -> None:
+    """Its version is not stored under a key of its own before anybody samples from it."""
+    await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
+    harness, writer = world.harness, world.harness.writer
+    path = TinkerPath(world.trainer.model_id, "sampler_weights", "first")
+    source = harness.database.read(lambda c: checkpoints.find_checkpoint(c, path, "tenant"))
+    assert source is not None
+    session = await harness.sessions.create("tenant", [], None, "")
+    model_id = model_id_of(session.id, 0)
+    copy = checkpoints.Copy(TinkerPath(model_id, path.kind, path.name), "tenant", session.id, 0, "copied/first-1")
+    harness.checkpoint_store.copy(source.store_key, copy.store_key)
+    assert (await checkpoints.Copies(harness.database, writer).add(copy, source)).new
+    version = AdapterVersion.of(model_id, 1)
+    sampler = Sampler(sampling_session_id_of(session.id, 0), session.id, "tenant", "tiny", str(copy.path), version)
+    reference = reference_to(version_key(version))
+    hosts = [stored_adapters(harness) for _ in range(4)]
+    assert await asyncio.gather(*(host.bring(version) for host in hosts)) == [reference] * 4
+    harness.database.write(lambda c: add_sampler(c, sampler, 0))
+    assert await checkpoints.Checkpoints(harness.database, writer).delete(copy.path, "tenant")
+    await world.sweeps()
+    assert world.keys() == {source.store_key, version_key(version)}
+    assert harness.checkpoint_store.files(version_key(version)) == harness.checkpoint_store.files(source.store_key)
+    assert await stored_adapters(harness).bring(version) == reference
+    await harness.end(session)
+    await world.sweeps()
+    assert world.keys() == {source.store_key}
+
+
 async def test_a_version_that_a_dead_engine_has_stored_is_never_written_again(world: TravellingWorld) -> None:
     """Nodes may have fetched the version, so the name must not get other files."""
     world.harness.kill_before_commit_of(lambda request_id: request_id == save)
@@ -202,7 +233,9 @@ async def test_adapters_of_a_server_without_ray_are_stored_when_it_starts_with_r
         first, second = (AdapterVersion.of(trainer.model_id, number) for number in (1, 2))
         assert await host.bring(first) == reference_to(version_key(first))
         assert harness.checkpoint_store.files(version_key(first)).keys() == ADAPTER_FILES
-        assert await host.bring(second) == reference_to(row.store_key)
+        assert await host.bring(second) == reference_to(version_key(second))
+        stored = harness.checkpoint_store.files
+        assert stored(version_key(second)) == stored(row.store_key)
 
 
 async def test_an_engine_on_another_host_with_an_empty_state_directory_has_the_adapters(
@@ -240,15 +273,15 @@ async def test_an_adapter_that_nothing_holds_is_missing_and_an_unreachable_datab
         with monkeypatch.context() as patched:
             patched.setattr(harness.checkpoint_store, "files", lambda _: (_ for _ in ()).throw(StoreError("away")))
             assert await host.bring(adapter) == reference_to(version_key(adapter)), "the node may have it"
-        with harness.checkpoint_store.writing(version_key(adapter)) as directory:
-            (directory / "adapter_config.json").write_text("{}")
-        assert await host.bring(adapter) == reference_to(version_key(adapter))
 
         async def failing(_: AdapterVersion) -> str | None:
             raise OSError("away")
 
         with pytest.raises(AdapterUnavailable):
             await StoredAdapters(harness.checkpoint_store, failing).bring(adapter)
+        with harness.checkpoint_store.writing(version_key(adapter)) as directory:
+            (directory / "adapter_config.json").write_text("{}")
+        assert await host.bring(adapter) == reference_to(version_key(adapter))
 
 
 async def test_a_hanging_replica_keeps_no_stored_files_and_is_asked_to_unload_until_it_answers(tmp_path: Path) -> None:

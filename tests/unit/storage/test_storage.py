@@ -19,7 +19,7 @@ import pytest
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
-from skyrl.storage.checkpoint_store import objects
+from skyrl.storage.checkpoint_store import local, objects
 from skyrl.storage.checkpoint_store.archive import Member, gzip_size, gzip_stored, tar, tar_size
 from skyrl.storage.checkpoint_store.base import MANIFEST, CheckpointStore, NotStored, StoreError, manifest_of, sizes_in
 from skyrl.storage.checkpoint_store.directories import atomic_directory, fetch, id_of, link_tree, remove, safe_name
@@ -141,6 +141,22 @@ def test_a_copy_and_its_source_are_deleted_independently(store: CheckpointStore)
     assert read(store, "other/1") == FILES
     store.delete("other/1")
     assert store.stored() == []
+
+
+def test_a_copy_that_another_caller_has_made_meanwhile_stays_as_it_is(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node may be fetching it."""
+    write(store)
+    store.copy(KEY, "other/1")
+
+    def deleted(*_: object) -> None:
+        raise AssertionError("the copy was gone for a moment")
+
+    monkeypatch.setattr(local, "remove", deleted)
+    monkeypatch.setattr(store, "delete", deleted)
+    store.copy(KEY, "other/1")
+    assert read(store, "other/1") == FILES
 
 
 def test_bytes_that_are_written_and_read_are_counted_and_copies_are_not(store: CheckpointStore) -> None:
