@@ -131,8 +131,8 @@ def build_engine(
         pictures,
     )
     file_commands = FileCommands(log, scheduler, execution, signals)
-    sweeper = FileSweeper(config, database, store, database.confirm_claim)
-    sweep = Sweep(sweeper, group, scheduler, signals)
+    sweeper = FileSweeper(config, database, store, database.confirm_claim, lambda: scheduler.saving)
+    sweep = Sweep(sweeper, group, signals)
     engine = Engine(
         signals,
         threads,

@@ -339,8 +339,8 @@ class Scheduler:
 
     @property
     def saving(self) -> frozenset[str]:
-        """Models with a running save."""
-        running = self._running.values()
+        """Models with a running save. Any thread may ask."""
+        running = list(self._running.values())
         return frozenset(c.model_id for c in running if c.kind in SAVES and c.model_id is not None)
 
     @property

@@ -31,7 +31,6 @@ from pathlib import Path
 from skyrl.base.config.base_models import BaseModelSlot
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
-from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.threads import EngineSignals
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
@@ -50,12 +49,9 @@ SWEEP_S = 10.0
 class Sweep:
     """Call all methods on the event loop. The sweeper uses the database and files on worker threads."""
 
-    def __init__(
-        self, sweeper: FileSweeper, group: EngineGroup | None, scheduler: Scheduler, signals: EngineSignals
-    ) -> None:
+    def __init__(self, sweeper: FileSweeper, group: EngineGroup | None, signals: EngineSignals) -> None:
         self._sweeper = sweeper
         self._group = group
-        self._scheduler = scheduler
         self._signals = signals
 
     async def run(self) -> None:
@@ -72,10 +68,10 @@ class Sweep:
     async def _sweep(self) -> None:
         sweeper = self._sweeper
         await asyncio.to_thread(sweeper.drop_idle)
-        unused = await asyncio.to_thread(sweeper.unused_adapters, self._scheduler.saving)
+        unused = await asyncio.to_thread(sweeper.unused_adapters)
         for adapter in unused if self._group is None else await self._group.retire(unused):
             sweeper.unloaded(adapter)
-        await asyncio.to_thread(sweeper.delete_files, self._scheduler.saving)
+        await asyncio.to_thread(sweeper.delete_files)
 
 
 logger = logging.getLogger(__name__)
@@ -89,11 +85,7 @@ LISTING_S = 600.0
 
 class FileSweeper:
     """Deletes files that no row refers to. The steps for adapters are: `drop_idle`; `unused_adapters`; the caller
-    unloads the returned adapters; `unloaded`; `delete_files`.
-
-    `saving` are the models with a running save, read anew for each call. A save writes its files long before its row,
-    because the files first go to the checkpoint store and to vLLM.
-    """
+    unloads the returned adapters; `unloaded`; `delete_files`."""
 
     def __init__(
         self,
@@ -101,15 +93,21 @@ class FileSweeper:
         database: Database,
         store: CheckpointStore,
         confirm_claim: Callable[[], object] = lambda: None,
+        saving: Callable[[], Collection[str]] = lambda: (),
     ) -> None:
         """`confirm_claim` is called before each deletion. It raises when this server has lost the claim: the files
-        may then belong to another server."""
+        may then belong to another server.
+
+        `saving` returns the models with a running save. A save writes its files long before its row, because the files
+        first go to the checkpoint store and to vLLM. So it is called after files were found and before rows are read: a
+        save that has ended by then has its row."""
         self._config = config
         self._scope = config.role.scope
         self._files = FileScope(config.role, database)
         self._database = database
         self._store = store
         self._confirm_claim = confirm_claim
+        self._saving = saving
         self._deletable_at: dict[AdapterVersion, float] = {}
         """By unloaded adapter, when its files may be deleted, in seconds since the epoch."""
         self._stored: dict[AdapterVersion, float] = {}
@@ -134,7 +132,7 @@ class FileSweeper:
             if dropped:
                 logger.info("dropped adapters that nobody sampled from for long: %s", ", ".join(map(str, dropped)))
 
-    def unused_adapters(self, saving: Collection[str]) -> list[AdapterVersion]:
+    def unused_adapters(self) -> list[AdapterVersion]:
         """Adapter versions that have files here or in the checkpoint store, and that no sampling session and no
         checkpoint holds. At most MAX_NAMED; the next call finds the rest."""
         expired = self._database.write(lambda c: pop_expired(c, time.time(), self._scope))
@@ -144,31 +142,31 @@ class FileSweeper:
         found = dict.fromkeys([*here, *self._stored])
         mine = self._files.among(adapter.model_id for adapter in found)
         loaded = [adapter for adapter in found if adapter not in self._deletable_at and adapter.model_id in mine]
-        return self._database.read(lambda c: self._unused(c, loaded, saving))
+        return self._database.read(lambda c: self._unused(c, loaded))
 
     def unloaded(self, adapter: AdapterVersion) -> None:
         """Note that no inference server has this adapter any more. Its files may be deleted after GRACE_S."""
         self._deletable_at[adapter] = time.time() + GRACE_S
 
-    def delete_files(self, saving: Collection[str]) -> None:
+    def delete_files(self) -> None:
         """Delete adapters GRACE_S after their unloading, stored checkpoints without a row, and half-written files of
         dead processes."""
         due = [adapter for adapter, at in self._deletable_at.items() if at <= time.time()][:MAX_NAMED]
         if due:  # looked up once more: a deletion cannot be undone
-            unused = self._database.read(lambda c: self._unused(c, due, saving))
+            unused = self._database.read(lambda c: self._unused(c, due))
             for adapter in due:
                 if adapter in unused:
                     self._delete_adapter(adapter)
                 del self._deletable_at[adapter]
-        self._sweep_full_weights(saving)
+        self._sweep_full_weights()
         self._delete_leftovers()
         try:
-            self._sweep_store(saving)
+            self._sweep_store()
         except StoreError as error:  # the next sweep lists it
             logger.warning("the checkpoint store cannot be listed: %s", error)
         self._sweep_stored_versions()
 
-    def _sweep_full_weights(self, saving: Collection[str]) -> None:
+    def _sweep_full_weights(self) -> None:
         """Delete versions of the full weights on this disk that are not current: nobody can sample from them.
         Checkpoints have files of their own."""
         found = [path for model in subdirectories(self._config.full_weights_dir) for path in subdirectories(model)]
@@ -177,8 +175,8 @@ class FileSweeper:
         old = [path for path in mature if id_of(path.parent.name) in mine]
         if not old:
             return
+        kept = {safe_name(model_id) for model_id in self._saving()}
         now = self._database.write(self._replace_full_weights) if self._config.full_finetuning else None
-        kept = {safe_name(model_id) for model_id in saving}
         for path in old:
             if path.parent.name not in kept and (version := version_in(path)) is not None and version != now:
                 self._remove(path)
@@ -210,7 +208,7 @@ class FileSweeper:
         if self._stored.pop(adapter, None) is not None:
             self._delete_stored(version_key(adapter))
 
-    def _sweep_store(self, saving: Collection[str]) -> None:
+    def _sweep_store(self) -> None:
         """Delete the files of expired checkpoints. If a listing of the checkpoint store is due, also delete other files
         without a row."""
         unused, self._expired = self._expired, set()
@@ -224,7 +222,7 @@ class FileSweeper:
             self._stored = {each: listed[key] for key, each in versions.items() if isinstance(each, AdapterVersion)}
             self._versions.update(each for each in versions.values() if isinstance(each, FullWeights))
             old = {key for key, stored_at in listed.items() if stored_at < now - grace_s}
-            unused |= self._without_row(old - versions.keys(), saving)
+            unused |= self._without_row(old - versions.keys())
             self._listing_due = now + (LISTING_S if self._remote else 0.0)
         for key in sorted(unused):
             version = version_at(key)
@@ -253,8 +251,8 @@ class FileSweeper:
         except StoreError as error:
             logger.warning("checkpoint %s could not be deleted; the server tries again later: %s", key, error)
 
-    def _without_row(self, keys: set[str], saving: Collection[str]) -> set[str]:
-        groups = {safe_name(model_id) for model_id in saving}
+    def _without_row(self, keys: set[str]) -> set[str]:
+        groups = {safe_name(model_id) for model_id in self._saving()}
         kept = self._database.read(store_keys)
         return {key for key in keys - kept if key.partition("/")[0] not in groups}
 
@@ -278,11 +276,10 @@ class FileSweeper:
         self._confirm_claim()
         remove(path)
 
-    def _unused(
-        self, connection: Connection, adapters: Sequence[AdapterVersion], saving: Collection[str]
-    ) -> list[AdapterVersion]:
+    def _unused(self, connection: Connection, adapters: Sequence[AdapterVersion]) -> list[AdapterVersion]:
         """The unused ones of these adapters, at most MAX_NAMED: old enough, and needed by no checkpoint, no sampling
         session, no sample and no running save. Makes two queries, however many adapters there are."""
+        saving = self._saving()
         held = adapter_versions.held(connection, time.time()) if adapters else set()
         free = (adapter for adapter in adapters if adapter not in held and adapter.model_id not in saving)
         old = list(islice((adapter for adapter in free if self._is_old(adapter)), MAX_NAMED))

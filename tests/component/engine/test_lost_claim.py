@@ -219,13 +219,13 @@ async def test_no_file_is_deleted_after_the_claim_is_lost(harness: Harness) -> N
     take_over(harness)
     before = rows_of(harness.database)
     kept = [files_in(path) for path in left]
-    for delete in (harness.parts.sweeper._delete_leftovers, lambda: harness.parts.sweeper._sweep_store(())):
+    for delete in (harness.parts.sweeper._delete_leftovers, harness.parts.sweeper._sweep_store):
         with pytest.raises(Displaced):
             delete()
     with pytest.raises(Displaced):
-        harness.parts.sweeper.delete_files(())
+        harness.parts.sweeper.delete_files()
     with pytest.raises(Displaced):
-        harness.parts.sweeper.unused_adapters(())
+        harness.parts.sweeper.unused_adapters()
     await harness.sweep()
     await wait_until_displaced(harness)
     assert [files_in(path) for path in left] == kept

@@ -168,13 +168,13 @@ def test_sweeping_adapters_sends_the_same_statements_for_few_and_for_many_versio
     sweeper = FileSweeper(config, database, open_store(config))
     with listening(database) as sent:
         sweeper.drop_idle()
-        assert sweeper.unused_adapters(set()) == []
+        assert sweeper.unused_adapters() == []
     assert len([s for s, _ in sent if "sampling_sessions" in s]) == 2
     assert_reads_no_history(database, sent)
     old = samplers.c.session_id == "s0"
     database.write(lambda c: c.execute(samplers.update().where(old).values(status="closed", closed_at=LONG_AGO)))
     with listening(database) as sent:
-        found = sweeper.unused_adapters(set())
+        found = sweeper.unused_adapters()
     assert len(found) == min(versions, adapter_versions.MAX_NAMED), "the next call returns the remaining versions"
     assert len([s for s, _ in sent if "sampling_sessions" in s]) == 2
 
@@ -310,9 +310,9 @@ class Server:
     async def sweep(self) -> None:
         """The periodic work of the API process and the engine."""
         end_sessions(self.database)
-        for adapter in self.files.unused_adapters(set()):
+        for adapter in self.files.unused_adapters():
             self.files.unloaded(adapter)
-        self.files.delete_files(set())
+        self.files.delete_files()
         await self.retention.sweep()
         await self.retention.shorten_log()
 

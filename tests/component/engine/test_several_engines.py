@@ -308,11 +308,11 @@ def test_an_engine_that_starts_keeps_what_the_other_is_writing(world: World) -> 
     first = world.configs[0]
     roots = (first.adapters_dir, first.full_weights_dir, first.snapshots_dir, first.checkpoints_dir)
     written = {name: [old_directory(root / name / SCRATCH) for root in roots] for name in (FIRST, SECOND, UNKNOWN)}
-    world.sweeper(1).delete_files(())
+    world.sweeper(1).delete_files()
     assert not any(path.exists() for path in written[SECOND])
     assert all(path.exists() for name in (FIRST, UNKNOWN) for path in written[name])
     again = [old_directory(path) for path in written[SECOND]]
-    world.sweeper(0).delete_files(())
+    world.sweeper(0).delete_files()
     assert not any(path.exists() for name in (FIRST, UNKNOWN) for path in written[name])
     assert all(path.exists() for path in again)
 
@@ -322,16 +322,16 @@ def test_adapters_without_a_row_are_unloaded_and_deleted_by_the_engine_of_their_
     versions = {name: AdapterVersion.of(name, 1) for name in (FIRST, SECOND, UNKNOWN)}
     for adapter in versions.values():
         old_directory(version_directory(world.state_dir, adapter))
-    assert world.sweeper(0).unused_adapters(()) == [versions[FIRST], versions[UNKNOWN]]
-    assert world.sweeper(1).unused_adapters(()) == [versions[SECOND]]
+    assert world.sweeper(0).unused_adapters() == [versions[FIRST], versions[UNKNOWN]]
+    assert world.sweeper(1).unused_adapters() == [versions[SECOND]]
 
 
 def test_stored_keys_without_a_row_are_deleted_by_the_engine_of_their_model(world: World) -> None:
     keys = {name: world.store(f"{name}/nobodys-1") for name in (FIRST, SECOND, UNKNOWN)}
     kept = {world.save(FIRST, expires_at=None), world.save(SECOND, expires_at=None)}
-    world.sweeper(1).delete_files(())
+    world.sweeper(1).delete_files()
     assert {found.key for found in open_store(world.configs[0]).stored()} == kept | {keys[FIRST], keys[UNKNOWN]}
-    world.sweeper(0).delete_files(())
+    world.sweeper(0).delete_files()
     assert {found.key for found in open_store(world.configs[0]).stored()} == kept
 
 
@@ -347,8 +347,8 @@ def test_versions_in_an_object_store_belong_to_the_engine_of_their_model(
         world.store(version_key(FullWeights.of(name, 1)))
     for number, name in enumerate((FIRST, SECOND)):
         sweeper = world.sweeper(number)
-        sweeper.delete_files(())
-        assert sweeper.unused_adapters(()) == [adapters[name]]
+        sweeper.delete_files()
+        assert sweeper.unused_adapters() == [adapters[name]]
     left = {found.key for found in open_store(world.configs[0]).stored()}
     assert left == {version_key(adapter) for adapter in adapters.values()}, "full weights of no model in training go"
     world.database.close()
@@ -360,7 +360,7 @@ def test_full_weights_and_snapshots_of_the_other_engine_stay(world: World) -> No
     }
     snapshots = {name: old_directory(world.configs[0].snapshots_dir / name / "7") for name in (FIRST, SECOND)}
     world.database.write(lambda c: c.execute(update(models).values(status="closed")))
-    world.sweeper(0).delete_files(())
+    world.sweeper(0).delete_files()
     assert (versions[FIRST].exists(), snapshots[FIRST].exists()) == (False, False)
     assert (versions[SECOND].exists(), snapshots[SECOND].exists()) == (True, True)
 
@@ -372,7 +372,7 @@ def test_idle_adapters_and_expired_checkpoints_are_the_business_of_their_own_eng
     world.database.write(lambda c: c.execute(update(samplers).values(last_used_at=LONG_AGO - 24 * 3600)))
     sweeper = world.sweeper(1)
     sweeper.drop_idle()
-    sweeper.unused_adapters(())
+    sweeper.unused_adapters()
     dropped = select(samplers.c.base_model).where(samplers.c.status == "dropped")
     assert world.database.read(lambda c: c.execute(dropped).scalars().all()) == [SECOND]
     assert world.database.read(store_keys) == {f"{FIRST}/saved-{FIRST}"}
@@ -393,6 +393,6 @@ def test_each_engine_deletes_what_it_left_on_the_way_to_an_object_store(
     world = World(tmp_path, checkpoint_store=bucket.url, checkpoint_store_options=bucket.options)
     names = ["scratch", *(config.role.process("scratch") for config in world.configs)]
     of_api, of_first, of_second = (old_directory(tmp_path / name / SCRATCH) for name in names)
-    world.sweeper(0).delete_files(())
+    world.sweeper(0).delete_files()
     assert [path.exists() for path in (of_api, of_first, of_second)] == [False, False, True]
     world.database.close()

@@ -256,8 +256,8 @@ async def test_an_engine_on_another_host_with_an_empty_state_directory_has_the_a
         adopt_adapters(harness.config, harness.database, harness.checkpoint_store)
         sweeper = FileSweeper(harness.config, harness.database, harness.checkpoint_store)
         for _ in range(2):
-            assert sweeper.unused_adapters(()) == []
-            sweeper.delete_files(())
+            assert sweeper.unused_adapters() == []
+            sweeper.delete_files()
         key = version_key(AdapterVersion.of(trainer.model_id, 1))
         assert harness.checkpoint_store.files(key).keys() == ADAPTER_FILES
         assert await stored_adapters(harness).bring(AdapterVersion.of(trainer.model_id, 1)) == reference_to(key)

@@ -241,6 +241,32 @@ async def test_the_sweep_of_an_object_store_deletes_expired_and_unknown_files(
         assert "checkpoint_deleted" in world.events()
 
 
+async def test_a_save_that_begins_during_a_sweep_keeps_its_files(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweep takes longer than files without a row are kept. The save waits for vLLM before it writes its row."""
+    monkeypatch.setattr(sweeping, "GRACE_S", -60.0)
+    trainer, parts = await world.trainer(), world.harness.parts
+    sweeping_now, stored, swept = threading.Event(), threading.Event(), threading.Event()
+
+    def slow_sweep() -> None:
+        sweeping_now.set()
+        assert stored.wait(20)
+
+    def slow_vllm(_: Any) -> None:
+        stored.set()
+        assert swept.wait(20)
+
+    monkeypatch.setattr(parts.sweeper, "_delete_leftovers", slow_sweep)
+    monkeypatch.setattr(parts.publisher, "publish", slow_vllm)
+    sweep = asyncio.create_task(parts.sweep.once())
+    await asyncio.to_thread(sweeping_now.wait, 20)
+    save = await trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="name")
+    await sweep
+    swept.set()
+    await trainer.result(save)
+    (row,) = world.harness.checkpoint_rows(trainer.model_id)
+    assert world.harness.stored(row).keys() == ADAPTER
+
+
 def test_a_checkpoint_store_belongs_to_one_database(tmp_path: Path, on_s3: dict[str, Any]) -> None:
     for store in (on_s3, {"checkpoint_store": f"file://{tmp_path}/shared"}):
         databases = []

@@ -45,8 +45,14 @@ def database(config: ServerConfig) -> Iterator[Database]:
 
 
 @pytest.fixture
-def sweeper(config: ServerConfig, database: Database) -> FileSweeper:
-    return FileSweeper(config, database, open_store(config))
+def saving() -> set[str]:
+    """The models with a running save."""
+    return set()
+
+
+@pytest.fixture
+def sweeper(config: ServerConfig, database: Database, saving: set[str]) -> FileSweeper:
+    return FileSweeper(config, database, open_store(config), saving=lambda: saving)
 
 
 def write_old_adapter(config: ServerConfig) -> Path:
@@ -58,19 +64,28 @@ def write_old_adapter(config: ServerConfig) -> Path:
     return directory
 
 
-def test_files_of_a_running_save_are_kept_however_long_it_takes(config: ServerConfig, sweeper: FileSweeper) -> None:
-    write_old_adapter(config)
-    store = open_store(config)
+def store_old_checkpoint(config: ServerConfig) -> Path:
+    """Store a checkpoint without a row, with an old modification time."""
     key = f"{safe_name(MODEL)}/saved-1"
-    with store.writing(key) as scratch:
+    with open_store(config).writing(key) as scratch:
         (scratch / "adapter_model.safetensors").write_bytes(b"weights")
     os.utime(config.checkpoints_dir / key, (LONG_AGO, LONG_AGO))
-    assert sweeper.unused_adapters({MODEL}) == []
-    sweeper.delete_files({MODEL})
-    assert (config.checkpoints_dir / key).is_dir()
-    assert sweeper.unused_adapters(set()) == [ADAPTER]
-    sweeper.delete_files(set())
-    assert not (config.checkpoints_dir / key).exists()
+    return config.checkpoints_dir / key
+
+
+def test_files_of_a_running_save_are_kept_however_long_it_takes(
+    config: ServerConfig, sweeper: FileSweeper, saving: set[str]
+) -> None:
+    write_old_adapter(config)
+    stored = store_old_checkpoint(config)
+    saving.add(MODEL)
+    assert sweeper.unused_adapters() == []
+    sweeper.delete_files()
+    assert stored.is_dir()
+    saving.clear()
+    assert sweeper.unused_adapters() == [ADAPTER]
+    sweeper.delete_files()
+    assert not stored.exists()
 
 
 def test_an_unloaded_adapter_that_a_repeated_save_uses_again_is_kept(
@@ -84,7 +99,7 @@ def test_an_unloaded_adapter_that_a_repeated_save_uses_again_is_kept(
     database.write(lambda c: c.execute(sessions.insert(), session | {"sdk_version": "", "tags": []}))
     sampler = Sampler("s1:sample:0", "s1", "t", "base", None, ADAPTER)
     database.write(lambda c: add_sampler(c, sampler, 0))
-    sweeper.delete_files(set())
+    sweeper.delete_files()
     assert directory.is_dir()
 
 
@@ -93,11 +108,11 @@ def test_an_unloaded_adapter_is_deleted_after_the_grace_time(
 ) -> None:
     directory = write_old_adapter(config)
     sweeper.unloaded(ADAPTER)
-    sweeper.delete_files(set())
+    sweeper.delete_files()
     assert directory.is_dir()
     monkeypatch.setattr(sweeping, "GRACE_S", 0.0)
     sweeper.unloaded(ADAPTER)
-    sweeper.delete_files(set())
+    sweeper.delete_files()
     assert not directory.exists()
 
 
@@ -121,7 +136,7 @@ def test_snapshots_of_closed_models_and_of_failed_ones_without_a_session_are_del
     database.write(set_status(MODEL, model_status))
     snapshot = config.snapshots_dir / safe_name(MODEL) / "3"
     snapshot.mkdir(parents=True)
-    sweeper.delete_files(set())
+    sweeper.delete_files()
     assert snapshot.is_dir() == stays
 
 
@@ -135,9 +150,9 @@ def test_a_sweep_deletes_a_bounded_number_of_expired_checkpoints(database: Datab
             put(connection, Checkpoint(path, "t", f"m/{number}-1", None, "base", lora, 1, False, None, 0.0, LONG_AGO))
 
     database.write(add)
-    sweeper.unused_adapters(set())
+    sweeper.unused_adapters()
     assert len(database.read(store_keys)) == 1
-    sweeper.unused_adapters(set())
+    sweeper.unused_adapters()
     assert database.read(store_keys) == set()
 
 
@@ -156,7 +171,7 @@ def test_a_store_that_is_away_ends_no_sweep(
 
     with monkeypatch.context() as patched:
         patched.setattr(store, "stored", away)
-        sweeper.delete_files(set())
+        sweeper.delete_files()
     assert "cannot be listed: no route to the store" in caplog.text
-    sweeper.delete_files(set())
+    sweeper.delete_files()
     assert not (config.checkpoints_dir / key).exists()
