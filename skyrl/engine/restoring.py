@@ -21,7 +21,6 @@ from pathlib import Path
 from skyrl.base.types.requests import Command, ExecutedCommand, Kind
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
-from skyrl.base.wire.paths import parse_path
 from skyrl.base.wire.requests import LoadWeightsCommand
 from skyrl.engine.activity import Holds
 from skyrl.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
@@ -33,7 +32,6 @@ from skyrl.engine.telemetry import CommandTracing
 from skyrl.engine.threads import EngineSignals, EngineThreads
 from skyrl.storage.checkpoint_store.base import CheckpointStore
 from skyrl.storage.db import models as rows
-from skyrl.storage.db.checkpoints import find_checkpoint
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import ModelRecord
 from skyrl.trainer.protocol import Backend, InvalidRequest
@@ -80,7 +78,7 @@ class Restoring:
         commands = await self._database.read_async(lambda c: rows.executed(c, model.id, model.next_seq))
         files = contextlib.ExitStack()
         try:
-            loaded = await asyncio.to_thread(self._fetch, model, commands, files)
+            loaded = await asyncio.to_thread(self._fetch, commands, files)
             self._snapshots.restoring(model.id, model.next_seq)
             await self._alone(model.id, lambda: self._load_snapshot(model))
             for executed in commands:
@@ -91,12 +89,11 @@ class Restoring:
         self._snapshots.restored(model.id)
         logger.info("model %s: %d commands repeated", model.id, len(commands))
 
-    def _fetch(
-        self, model: ModelRecord, commands: Sequence[ExecutedCommand], files: contextlib.ExitStack
-    ) -> dict[str, Path]:
-        """By request id, the directory of each checkpoint that these commands have loaded, until `files` is closed."""
+    def _fetch(self, commands: Sequence[ExecutedCommand], files: contextlib.ExitStack) -> dict[str, Path]:
+        """By request id, the directory of each checkpoint that these commands have loaded, until `files` is closed.
+        Raises StoreError."""
         return {
-            executed.command.request_id: files.enter_context(self._store.reading(self._loaded_from(executed, model)))
+            executed.command.request_id: files.enter_context(self._store.reading(self._loaded_from(executed)))
             for executed in commands
             if executed.command.kind == Kind.LOAD_WEIGHTS
         }
@@ -114,15 +111,12 @@ class Restoring:
         if self.suspected:
             self._signals.wake()
 
-    def _loaded_from(self, executed: ExecutedCommand, model: ModelRecord) -> str:
-        """The checkpoint store's key of the checkpoint that a command has loaded. Raises FileNotFoundError when the
-        checkpoint has been deleted or replaced."""
-        load = decode_json(LoadWeightsCommand, self._body(executed.command))
-        reader = load.source_tenant or model.tenant
-        saved = self._database.read(lambda c: find_checkpoint(c, parse_path(load.path), reader))
-        if saved is None or saved.store_key != load.loaded_key:
-            raise FileNotFoundError(f"checkpoint {load.path} has been deleted or replaced since it was loaded")
-        return saved.store_key
+    def _loaded_from(self, executed: ExecutedCommand) -> str:
+        """The checkpoint store's key of the checkpoint that a command has loaded. The checkpoint may have been deleted
+        or replaced since: the sweep keeps its files until a snapshot holds the load."""
+        key = decode_json(LoadWeightsCommand, self._body(executed.command)).loaded_key
+        assert key is not None  # written with the outcome
+        return key
 
     def _load_snapshot(self, model: ModelRecord) -> None:
         """Runs on the backend thread, also for a model without a snapshot: an earlier try may have left something. The

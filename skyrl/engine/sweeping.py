@@ -31,6 +31,8 @@ from pathlib import Path
 from skyrl.base.config.base_models import BaseModelSlot
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
+from skyrl.base.wire.decoding import decode_json
+from skyrl.base.wire.requests import LoadWeightsCommand
 from skyrl.engine.threads import EngineSignals
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
@@ -39,7 +41,7 @@ from skyrl.storage.checkpoint_store.versions import model_of, version_at, versio
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.checkpoints import pop_expired, store_keys
 from skyrl.storage.db.database import MAX_NAMED, Connection, Database, Displaced
-from skyrl.storage.db.models import over_among
+from skyrl.storage.db.models import loads_to_repeat, over_among
 from skyrl.storage.db.repeats import repeat
 from skyrl.storage.db.scopes import models_in_scope
 
@@ -224,12 +226,17 @@ class FileSweeper:
             old = {key for key, stored_at in listed.items() if stored_at < now - grace_s}
             unused |= self._without_row(old - versions.keys())
             self._listing_due = now + (LISTING_S if self._remote else 0.0)
-        for key in sorted(unused):
+        for key in sorted(unused - self._loaded_keys() if unused else ()):
             version = version_at(key)
             if isinstance(version, FullWeights):
                 self._versions.add(version)
             elif version is None:  # an adapter may be sampled from without its checkpoint
                 self._delete_stored(key)
+
+    def _loaded_keys(self) -> set[str]:
+        """The keys of checkpoints that recovery would load again. A later listing finds them when it would not."""
+        loads = self._database.read(loads_to_repeat)
+        return {key for body in loads if (key := decode_json(LoadWeightsCommand, body).loaded_key) is not None}
 
     def _listed(self) -> dict[str, float]:
         """The stored keys of models in the scope, with the times when they were stored."""

@@ -141,6 +141,16 @@ def count_executed(connection: Connection, model_id: str, first_seq: int) -> int
     return connection.execute(query).scalar_one()
 
 
+def loads_to_repeat(connection: Connection) -> list[bytes]:
+    """The bodies of the loads that no snapshot of their living models holds: recovery would repeat them. Asks for the
+    kind first, because SQLite reads the whole body of a row to get its status."""
+    bodies: list[bytes] = []
+    for model in living(connection):
+        loads = (futures.c.kind == Kind.LOAD_WEIGHTS) & _executed(model.id, model.next_seq)
+        bodies += connection.execute(select(futures.c.body).where(loads)).scalars()
+    return bodies
+
+
 def _executed(model_id: str, first_seq: int) -> ColumnElement[bool]:
     dropped_gradient = and_(
         futures.c.status == "failed",

@@ -88,27 +88,58 @@ async def test_a_loaded_checkpoint_may_be_deleted_after_the_load(harness: Harnes
     assert await trainer.state() == before
 
 
-@pytest.mark.parametrize("fate", ["deleted", "replaced"])
-async def test_a_model_that_cannot_be_restored_fails_and_other_models_go_on(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fate: str
+@pytest.mark.parametrize("fate", ["deleted", "expired", "replaced", "made private"])
+async def test_a_load_without_a_snapshot_is_repeated_whatever_becomes_of_its_checkpoint(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, fate: str
 ) -> None:
-    """The engine died between a load and its snapshot, and the checkpoint has changed since."""
+    """The engine dies between a load, which was acknowledged, and its snapshot. The files stay until there is one."""
+    monkeypatch.setattr(sweeping, "GRACE_S", -60.0)  # so that no file is too young to be deleted
+    owner, trainer = await Trainer.create(harness, tenant="owner"), await Trainer.create(harness)
+    await owner.step(1)
+    path = (await owner.do(Kind.SAVE_WEIGHTS, path="start"))["path"]
+    (loaded,) = harness.checkpoint_rows(owner.model_id)
+    harness.database.write(lambda c: c.execute(update(checkpoints).values(public=True)))
+    with monkeypatch.context() as patched:
+        patched.setattr(Snapshots, "take", lambda *_: None)
+        await trainer.do(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
+        before = await trainer.state()
+        if fate == "deleted":
+            harness.database.write(lambda c: c.execute(delete(checkpoints)))
+        elif fate == "expired":
+            harness.database.write(lambda c: c.execute(update(checkpoints).values(expires_at=1.0)))
+        elif fate == "replaced":
+            await owner.step(3)
+            await owner.do(Kind.SAVE_WEIGHTS, path="start", overwrite=True)
+        else:
+            harness.database.write(lambda c: c.execute(update(checkpoints).values(public=False)))
+        await harness.sweep()
+        await harness.crash()
+    await harness.start()
+    assert await trainer.state() == before
+    await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
+    await harness.sweep()
+    rows_left = [row.store_key for row in harness.checkpoint_rows(owner.model_id)]
+    assert [found.key for found in harness.checkpoint_store.stored()] == rows_left
+    assert (loaded.store_key in rows_left) == (fate == "made private")
+
+
+async def test_a_model_that_cannot_be_restored_fails_and_other_models_go_on(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine died between a load and its snapshot, and the checkpoint's files are gone."""
     monkeypatch.setattr(Snapshots, "take", lambda *_: None)
     saver, loader = await Trainer.create(harness), await Trainer.create(harness)
     path = (await saver.do(Kind.SAVE_WEIGHTS, path="start"))["path"]
     await loader.do(Kind.LOAD_WEIGHTS, path=path)
-    if fate == "deleted":
-        harness.database.write(lambda c: c.execute(delete(checkpoints)))
-    else:
-        await saver.step(1)
-        await saver.do(Kind.SAVE_WEIGHTS, path="start", overwrite=True)
+    (row,) = harness.checkpoint_rows(saver.model_id)
+    harness.checkpoint_store.delete(row.store_key)
     await saver.step(2)
     before = await saver.state()
     await harness.crash()
     pending = await loader.forward_backward(1)
     await harness.start()
     assert harness.model_row(loader.model_id).status == "failed"
-    assert f"{path} has been deleted or replaced" in caplog.text
+    assert f"{row.store_key} is not stored" in caplog.text
     assert "not there any more" in ((await loader.outcome(pending)).error or "")
     assert "not there any more" in ((await loader.fails(Kind.OPTIM_STEP)).error or "")
     assert await saver.state() == before
@@ -137,8 +168,7 @@ async def test_a_load_is_repeated_with_its_own_files_whatever_the_clocks_say(
         await saver.step(2)
         await saver.do(Kind.SAVE_WEIGHTS, path="replaced", overwrite=True)
         await restart(harness)
-        assert await of_kept.state() == before
-        assert harness.model_row(of_replaced.model_id).status == "failed"
+        assert [await of_kept.state(), await of_replaced.state()] == [before, before]
 
 
 async def test_a_lost_snapshot_fails_its_model_only(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
