@@ -79,7 +79,7 @@ def build_engine(
     scheduler = Scheduler(2 * backend.micro_batch_tokens * BYTES_PER_TOKEN)
     snapshots = Snapshots(config, database, backend)
     settlement = Settlement(database, api, metrics.commands)
-    log = CommandLog(database, scheduler, settlement, scope, Gaps(config.missing_seq_id_timeout_s))
+    log = CommandLog(database, scheduler, settlement, snapshots, scope, Gaps(config.missing_seq_id_timeout_s))
     model_ends = ModelEnds(database, backend, snapshots, threads, log, api, scope)
     pictures = PassPictures(database, vision_of(config))
     publisher = WeightPublisher(config, database, group, threads)

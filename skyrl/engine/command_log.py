@@ -27,6 +27,7 @@ from skyrl.engine.exclusive_commands import model_is_gone, unloaded
 from skyrl.engine.metrics import CommandMetrics
 from skyrl.engine.queues import ModelView
 from skyrl.engine.scheduler import Scheduler
+from skyrl.engine.snapshots import Snapshots
 from skyrl.runtime.processes.host_resources import is_full_disk
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
 from skyrl.storage.db import futures
@@ -147,13 +148,20 @@ class CommandLog:
     """The commands of models in `scope`. Several tasks may call the methods; a lock runs them one at a time."""
 
     def __init__(
-        self, database: Database, scheduler: Scheduler, settlement: Settlement, scope: Scope, gaps: Gaps
+        self,
+        database: Database,
+        scheduler: Scheduler,
+        settlement: Settlement,
+        snapshots: Snapshots,
+        scope: Scope,
+        gaps: Gaps,
     ) -> None:
         self._database = database
         self._scope = scope
         self._gaps = gaps
         self._scheduler = scheduler
         self._settlement = settlement
+        self._snapshots = snapshots
         self._has_news = True
         """Whether commands may have arrived since the log was last read."""
         self._reading = asyncio.Lock()
@@ -187,6 +195,7 @@ class CommandLog:
                     waited = self._scheduler.give_up(model_id)
                     logger.warning("model %s: command %d never came; %d commands fail", model_id, missing, len(waited))
                     await self._refuse(waited, lambda _, missing=missing: self._gaps.never_came(missing))
+                    self._snapshots.refused(model_id)
 
     async def close_queue(self, model_id: str) -> None:
         """Close the queue of a closed or failed model: fail its waiting commands, also commands that wait for a missing

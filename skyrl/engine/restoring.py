@@ -86,7 +86,7 @@ class Restoring:
                 self._holds.repeated()
         finally:
             await asyncio.to_thread(files.close)
-        self._snapshots.restored(model.id)
+        self._snapshots.restored(model.id, self._scheduler.next_seq(model.id) or 0)
         logger.info("model %s: %d commands repeated", model.id, len(commands))
 
     def _fetch(self, commands: Sequence[ExecutedCommand], files: contextlib.ExitStack) -> dict[str, Path]:

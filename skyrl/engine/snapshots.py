@@ -39,7 +39,7 @@ _ONLY_READ = SAVES | {Kind.FORWARD}
 
 @dataclass
 class _Uncovered:
-    """A model has run commands that its newest snapshot does not hold. `since` is when the first of these commands ran,
+    """Commands of a model have ended that its newest snapshot does not hold. `since` is when the first of them ended,
     in monotonic seconds; `changed` says whether any of them may have changed the model."""
 
     since: float
@@ -72,14 +72,21 @@ class Snapshots:
         if next_seq > 0:
             self._newest[model_id] = next_seq
 
-    def restored(self, model_id: str) -> None:
-        """Note that a model is restored. The interval to its next snapshot begins with its first step."""
+    def restored(self, model_id: str, next_seq: int) -> None:
+        """Note that a model is restored, and all its commands before `next_seq` have ended: those that failed are not
+        repeated. The interval to its next snapshot begins with its first step."""
         self._taken_at.pop(model_id, None)
+        if next_seq > self._newest.get(model_id, 0):
+            self.refused(model_id)
 
     def ran(self, model_id: str, kind: str) -> None:
         """Note that a command of this model has run, or was repeated, with or without success."""
         uncovered = self._uncovered.setdefault(model_id, _Uncovered(time.monotonic()))
         uncovered.changed |= kind not in _ONLY_READ
+
+    def refused(self, model_id: str) -> None:
+        """Note that commands of this model have failed without a run: their rows, too, stay until a snapshot."""
+        self._uncovered.setdefault(model_id, _Uncovered(time.monotonic()))
 
     def after_step(self, model_id: str, next_seq: int) -> None:
         """Snapshot a model that has just stepped, if its last snapshot is old. Runs on the backend thread."""

@@ -90,6 +90,38 @@ async def test_the_bodies_of_forward_passes_are_deleted(
         assert numbers(due, trainer.model_id)[-1] == trainer.seq_id + 1, "the numbers continue"
 
 
+async def test_commands_that_failed_without_a_run_are_deleted(due: Harness) -> None:
+    trainer = await Trainer.create(due)
+    await trainer.step(1)
+    await wait_for_snapshot(due, trainer)
+    due.parts.log._gaps.timeout_s = 0.05
+    trainer.seq_id = 5
+    failed = await trainer.forward_backward(2, 5)
+    assert "command 4 of this model has not arrived" in ((await trainer.outcome(failed)).error or "")
+    await wait_for_snapshot(due, trainer)
+    delete_ended_commands(due)
+    assert numbers(due, trainer.model_id) == []
+
+
+async def test_a_failed_command_before_a_restart_is_deleted(due: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not repeated, and the model has no other command that a snapshot lacks."""
+    trainer = await Trainer.create(due)
+    await trainer.step(1)
+    await wait_for_snapshot(due, trainer)
+    state = await trainer.state()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_snapshots, "OVERDUE_S", 3600.0)
+        await trainer.fails(Kind.SAVE_WEIGHTS, path="/")
+        await due.crash()
+    await due.start()
+    await wait_for_snapshot(due, trainer)
+    delete_ended_commands(due)
+    assert numbers(due, trainer.model_id) == []
+    await due.crash()
+    await due.start()
+    assert await trainer.state() == state
+
+
 async def test_an_unchanged_model_is_not_saved_again(due: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = await Trainer.create(due)
     await trainer.step(1)
