@@ -187,7 +187,7 @@ class RunningTurn:
 
 
 MAX_BYTES = 512 * 2**20
-"""Of all sessions in memory, beside those with a turn that runs."""
+"""Of all sessions in memory, beside those with a turn that runs. So is MAX_SESSIONS."""
 MAX_SESSIONS = 10_000
 _ENDED = {
     "called": "it was ended by a call",
@@ -365,14 +365,16 @@ class LiveSessions:
         return self._live.get(session_id)
 
     async def shrink(self) -> None:
-        """Forget the sessions that were used least recently, until the others are within the bounds."""
-        size = sum(live.nbytes for live in self._live.values())
-        for session_id, live in list(self._live.items()):
-            if size <= MAX_BYTES and len(self._live) <= MAX_SESSIONS:
+        """Forget the sessions that were used least recently, until those without a running turn are within the
+        bounds."""
+        idle = {session_id: live for session_id, live in self._live.items() if not live.running}
+        size, number = sum(live.nbytes for live in idle.values()), len(idle)
+        for session_id, live in idle.items():
+            if size <= MAX_BYTES and number <= MAX_SESSIONS:
                 return
-            if not live.running:
-                size -= live.nbytes
-                del self._live[session_id]
+            size -= live.nbytes
+            number -= 1
+            del self._live[session_id]
 
     async def note_running(self) -> None:
         """A session with a running turn is in use, however long the turn takes, until its time is over. Call it several

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from agent_world import CHAT, MESSAGES, RESPONSES, TENANT, Agent, Server, user
 from chatting_upstream import SAMPLED
+from router_world import until
 
 import skyrl
 from skyrl.api.bodies import SAMPLE_BYTES
@@ -197,3 +198,22 @@ async def test_a_request_that_became_no_turn_counts_as_memory(server: Server, mo
         assert counted.status_code == 200, counted.text
     await server.shrink()
     assert [server.live(agent) is not None for agent in agents] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(("bound", "most"), [("MAX_BYTES", 2**20), ("MAX_SESSIONS", 1)])
+async def test_sessions_with_running_turns_put_no_others_away(
+    server: Server, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
+) -> None:
+    monkeypatch.setattr(live_sessions, bound, most)
+    idle, *large = [await server.agent() for _ in range(3)]
+    await idle.say([user("Begin.")])
+    server.vllm.go_on.clear()
+    waiting = [asyncio.create_task(agent.say([user("x" * 2**20)])) for agent in large]
+    await until(lambda: all((live := server.live(agent)) is not None and live.running for agent in large))
+    await server.shrink()
+    assert server.live(idle) is not None
+    server.vllm.go_on.set()
+    await asyncio.gather(*waiting)
+    await until(lambda: not any((live := server.live(agent)) is not None and live.running for agent in large))
+    await server.shrink()
+    assert server.live(idle) is None, "the turns have ended, and theirs are over the bound"
