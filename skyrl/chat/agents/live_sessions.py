@@ -187,7 +187,7 @@ class RunningTurn:
 
 
 MAX_BYTES = 512 * 2**20
-"""Of all sessions in memory, beside those with a turn that runs. So is MAX_SESSIONS."""
+"""Of all sessions in memory, beside those in use (`is_busy`), as MAX_SESSIONS."""
 MAX_SESSIONS = 10_000
 _ENDED = {
     "called": "it was ended by a call",
@@ -207,6 +207,8 @@ class LiveSession:
         self.tree = tree
         self.row = row
         self.running: list[RunningTurn] = []
+        self.planned = 0
+        """How many requests are placed and planned now: their turns do not run yet."""
         self.keys: dict[str, bytes] = {}
         """The key of each running turn, by its id."""
         self.delivered: set[str] = set()
@@ -221,6 +223,11 @@ class LiveSession:
     def nbytes(self) -> int:
         """About what the session takes in memory."""
         return self.tree.nbytes + self.last_request_bytes
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a turn runs or is planned. It holds this object: the session must not be read a second time."""
+        return bool(self.running) or self.planned > 0
 
     def check_open(self) -> None:
         """Raises OpenAIError 403 if the session has ended."""
@@ -265,7 +272,7 @@ class LiveSession:
             return "bytes"
         if now >= self.session.created_at + limits.seconds:
             return "time"
-        return "idle" if not self.running and now >= self.used_at + limits.idle_s else None
+        return "idle" if not self.is_busy and now >= self.used_at + limits.idle_s else None
 
     @property
     def tokens_left(self) -> int:
@@ -365,9 +372,8 @@ class LiveSessions:
         return self._live.get(session_id)
 
     async def shrink(self) -> None:
-        """Forget the sessions that were used least recently, until those without a running turn are within the
-        bounds."""
-        idle = {session_id: live for session_id, live in self._live.items() if not live.running}
+        """Forget the sessions that were used least recently, until those that are not in use are within the bounds."""
+        idle = {session_id: live for session_id, live in self._live.items() if not live.is_busy}
         size, number = sum(live.nbytes for live in idle.values()), len(idle)
         for session_id, live in idle.items():
             if size <= MAX_BYTES and number <= MAX_SESSIONS:
@@ -377,10 +383,10 @@ class LiveSessions:
             del self._live[session_id]
 
     async def note_running(self) -> None:
-        """A session with a running turn is in use, however long the turn takes, until its time is over. Call it several
-        times a minute."""
+        """A session with a turn that runs or is planned is in use, however long that takes, until its time is over.
+        Call it several times a minute."""
         for session_id, live in list(self._live.items()):
-            if not live.running:
+            if not live.is_busy:
                 continue
             live.used_at = time.time()
             self._sessions.note_use(session_id)

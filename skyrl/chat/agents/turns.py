@@ -159,6 +159,14 @@ class TurnRunner:
     async def _begun(self, request: TurnRequest) -> RunningTurn:
         began = time.perf_counter()
         live = await self.live.open(request.session_id, request.tenant)
+        live.planned += 1  # inference servers may be asked, which may be away for long
+        try:
+            return await self._planned(live, request, began)
+        finally:
+            live.planned -= 1
+
+    async def _planned(self, live: LiveSession, request: TurnRequest, began: float) -> RunningTurn:
+        """The turn that answers a request, which came at `began` (`time.perf_counter`). Raises RequestError."""
         if request.chat.get("model") is None:
             request.chat["model"] = live.session.model
         place, fields = await self._planner.place(live, request)

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 from agent_world import CHAT, MESSAGES, RESPONSES, TENANT, Agent, Server, user
-from chatting_upstream import SAMPLED
+from chatting_upstream import SAMPLED, TOKENIZE
+from fake_upstream import after
 from router_world import until
 
 import skyrl
@@ -217,3 +218,27 @@ async def test_sessions_with_running_turns_put_no_others_away(
     await until(lambda: not any((live := server.live(agent)) is not None and live.running for agent in large))
     await server.shrink()
     assert server.live(idle) is None, "the turns have ended, and theirs are over the bound"
+
+
+async def test_a_session_whose_turn_is_planned_is_not_put_away(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_sessions, "MAX_SESSIONS", 0)
+    agent = await server.agent(limits={"tokens": 1000})
+    counted = asyncio.Event()
+    counts = server.vllm.upstream.controls
+    counts[TOKENIZE] = after(counted, counts[TOKENIZE])
+    waiting = asyncio.create_task(agent.say([user("x" * 2000)]))
+    await until(lambda: any(request.path == TOKENIZE for request in server.vllm.upstream.requests))
+    live = server.live(agent)
+    assert live is not None
+    live.used_at -= 10_000  # longer than a session may be idle
+    await server.api.services.agents.live.note_running()  # as it happens every ten seconds
+    await server.shrink()
+    assert server.live(agent) is live
+    counted.set()
+    await waiting
+    assert server.live(agent) is live
+    assert len(live.tree) == 1
+    assert (await agent.get())["end_reason"] is None
+    await until(lambda: not live.is_busy)
+    await server.shrink()
+    assert server.live(agent) is None
