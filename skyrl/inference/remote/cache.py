@@ -268,7 +268,8 @@ class NodeFiles:
         self._cache = cache
         self._fetches, self._links = Daemons(FETCHES_AT_ONCE), Daemons(LINKS_AT_ONCE)
         self._opening: asyncio.Task[OSError | None] | None = None
-        self._bringing: dict[str, asyncio.Task[Path]] = {}
+        self.bringing: dict[str, asyncio.Task[Path]] = {}
+        """By key, the fetch that all who ask for it wait for."""
         self.releasing: dict[str, asyncio.Task[None]] = {}
         """By key, the task that deletes this vLLM's files."""
 
@@ -279,9 +280,9 @@ class NodeFiles:
     async def bring(self, key: str) -> Path:
         """This vLLM's directory of a save. All requests for the same save wait for one fetch, which goes on if a client
         gives up. Raises StoreError, NotStored and OSError."""
-        task = self._bringing.get(key)
+        task = self.bringing.get(key)
         if task is None:
-            task = self._bringing[key] = asyncio.create_task(self._cached_or_fetched(key))
+            task = self.bringing[key] = asyncio.create_task(self._cached_or_fetched(key))
             task.add_done_callback(lambda ended: self._brought(key, ended))
         return await asyncio.shield(task)
 
@@ -292,7 +293,7 @@ class NodeFiles:
             task.add_done_callback(lambda _: self.releasing.pop(key))
 
     def _brought(self, key: str, task: asyncio.Task[Path]) -> None:
-        del self._bringing[key]
+        del self.bringing[key]
         error = None if task.cancelled() else task.exception()
         if isinstance(error, OSError | StoreError) and not isinstance(error, NotStored):
             self._opening = None  # the cache is opened anew: somebody may have deleted it

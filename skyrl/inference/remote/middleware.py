@@ -55,10 +55,11 @@ class StoredAdapterLoads:
         self._grace_s = grace_s
         self._cache = NodeCache(store, settings.cache, settings.cache_bytes, is_adapter)
         self._files = NodeFiles(self._cache)
-        self._loaded: dict[str, str] = {}
-        """By name of a loaded adapter, the key of its files."""
-        self._used: Counter[str] = Counter()
-        """By key, how many requests load it now, or have ended without an answer."""
+        self._loaded: dict[str, set[str]] = {}
+        """By name of an adapter that vLLM has loaded, or may have in a load without an answer, the keys of its files:
+        several if loads of different files had no answer."""
+        self._loading: Counter[str] = Counter()
+        """By key, how many requests load it now."""
         self._unused_at: dict[str, float] = {}
         """By key of files that vLLM does not read, when its files may be deleted (`time.monotonic`)."""
 
@@ -90,41 +91,51 @@ class StoredAdapterLoads:
         if key is None:
             await _error(400, "BadRequestError", f"lora_path: {reference!r} names no adapter in the store").send(send)
             return
-        self._used[key] += 1
+        is_here = True  # also if this task is cancelled: the fetch goes on
+        self._loading[key] += 1
         try:
-            self._unused_at.pop(key, None)
-            directory = await self._files.bring(key)
-        except (StoreError, OSError) as error:
-            self._used[key] -= 1
-            await _refusal(key, error).send(send)
-            return
-        local = json.dumps(request | {"lora_path": str(directory)}).encode()
-        status = await pass_changed(self._app, scope, local, receive, send)
-        if status == 200:
-            self._loaded[str(request.get("lora_name"))] = key
-        if status is not None:  # else vLLM may have loaded the adapter all the same: the files stay
-            self._used[key] -= 1
-            self._note_unused(key)
+            try:
+                directory = await self._files.bring(key)
+            except (StoreError, OSError) as error:
+                is_here = False
+                await _refusal(key, error).send(send)
+                return
+            local = json.dumps(request | {"lora_path": str(directory)}).encode()
+            await self._pass_load(str(request.get("lora_name")), key, scope, local, receive, send)
+        finally:
+            self._loading[key] -= 1
+            if not self._loading[key]:
+                del self._loading[key]
+            if is_here:
+                self._note_unused(key)
+
+    async def _pass_load(self, name: str, key: str, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        status = None
+        try:
+            status = await pass_changed(self._app, scope, body, receive, send)
+        finally:
+            if status in (200, None):  # without an answer vLLM may have loaded the adapter all the same: the files stay
+                self._loaded.setdefault(name, set()).add(key)
+                self._unused_at.pop(key, None)
 
     async def _unload(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         status = await pass_changed(self._app, scope, body, receive, send)
-        key = self._loaded.pop(str(fields_of(body).get("lora_name")), None) if status == 200 else None
-        if key is not None:
-            self._note_unused(key)
+        if status == 200:
+            for key in self._loaded.pop(str(fields_of(body).get("lora_name")), ()):
+                self._note_unused(key)
 
     def _note_unused(self, key: str) -> None:
         if not self._is_used(key):
             self._unused_at[key] = time.monotonic() + self._grace_s
 
     def _is_used(self, key: str) -> bool:
-        return self._used[key] > 0 or key in self._loaded.values()
+        return key in self._loading or any(key in keys for keys in self._loaded.values())
 
     def _release_unused(self) -> None:
         now = time.monotonic()
-        for key in [key for key, at in self._unused_at.items() if at <= now and key not in self._files.releasing]:
-            del self._unused_at[key]
-            if not self._is_used(key):
-                del self._used[key]
+        for key in [key for key, at in self._unused_at.items() if at <= now]:
+            if not (self._is_used(key) or key in self._files.bringing or key in self._files.releasing):
+                del self._unused_at[key]
                 self._files.release(key)
 
     def _has_key(self, scope: Scope) -> bool:

@@ -269,6 +269,61 @@ async def test_files_stay_while_vllm_loads_them_and_after_a_load_without_an_answ
     await vllm.health()
     assert not vllm.middleware._unused_at
     assert vllm.app.files_of("c") == FILES
+    vllm.app.breaks = False
+    assert (await vllm.load("group/other-1", "c")).status_code == 400
+    assert (await vllm.unload("c")).status_code == 200
+    await vllm.health()
+    await until(lambda: len(local_node.stored()) == 1)
+
+
+async def test_files_of_a_load_that_was_cancelled_leave_the_node(
+    local_node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local_node.put(KEY)
+    store = counted(monkeypatch, local_node)
+    vllm = local_node.vllm()
+    store.go = False
+    fetching = asyncio.create_task(vllm.load(KEY))
+    await until(lambda: store.reads > 0)
+    fetching.cancel()
+    await asyncio.wait([fetching])
+    store.go = True
+    await until(lambda: not vllm.middleware._files.bringing)
+    await vllm.health()
+    await until(lambda: local_node.stored() == [])
+
+    vllm.app.go.clear()
+    loading = asyncio.create_task(vllm.load(KEY))
+    await until(lambda: LOAD in [path for path, _ in vllm.app.seen])
+    loading.cancel()
+    await asyncio.wait([loading])
+    await vllm.health()
+    assert len(local_node.stored()) == 1, "vLLM may have loaded the adapter"
+    vllm.app.go.set()
+    assert (await vllm.load(KEY)).status_code == 200
+    await vllm.unload()
+    await vllm.health()
+    await until(lambda: local_node.stored() == [])
+    assert not vllm.middleware._loading
+
+
+async def test_a_fetch_that_fails_in_the_grace_time_keeps_no_files(
+    local_node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local_node.put(KEY)
+    vllm = local_node.vllm(grace_s=1000.0)
+    await vllm.load(KEY)
+    await vllm.unload()
+
+    def fail(*_: object) -> Path:
+        raise OSError("no links")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(NodeCache, "cached", fail)
+        assert (await vllm.load(KEY)).status_code == 503
+    vllm.middleware._unused_at = dict.fromkeys(vllm.middleware._unused_at, 0.0)  # the grace time is over
+    await vllm.health()
+    await until(lambda: local_node.stored() == [])
 
 
 async def test_an_adapter_that_vllm_refuses_leaves_the_node(local_node: Node) -> None:
