@@ -16,7 +16,7 @@ import msgspec
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire.decoding import decode_json
-from skyrl.base.wire.errors import FailedRequest
+from skyrl.base.wire.errors import FailedRequest, RequestError
 from skyrl.base.wire.paths import parse_path
 from skyrl.base.wire.requests import LoadWeightsCommand, OptimStepRequest
 from skyrl.engine.saving import ExclusiveResult, Saves
@@ -50,7 +50,11 @@ def unloaded(model_id: str | None) -> dict[str, Any]:
 
 
 def adam_params(body: bytes) -> AdamParams:
-    return decode_json(OptimStepRequest, body).adam_params or AdamParams()
+    """The values of an optimizer step. Raises RequestError naming the field, also for those of another optimizer."""
+    request = decode_json(OptimStepRequest, body)
+    if request.optimizer_params is not None:
+        raise RequestError("this model's optimizer is AdamW; send AdamParams", field="optimizer_params")
+    return request.adam_params or AdamParams()
 
 
 class ExclusiveCommands:

@@ -683,7 +683,7 @@ async def test_a_command_with_a_model_and_a_number_is_accepted_whatever_its_othe
     """A refusal would leave a gap in the model's order, because clients never send a number again."""
     before = rows(database)["futures"]
     wrong = {"forward_backward_input": 7, "adam_params": "fast", "path": "../../x", "ttl_seconds": -1}
-    wrong |= {"weights_access_token": 5, "age_encryption_recipients": "me"}
+    wrong |= {"weights_access_token": 5, "age_encryption_recipients": "me", "optimizer_params": {"type": "dimuon"}}
     saves = ("save_weights", "save_weights_for_sampler", "save_weights_external")
     commands = ("forward_backward", "forward", "optim_step", *saves, "load_weights")
     for seq_id, route in enumerate(commands, start=1):

@@ -117,9 +117,12 @@ class AdamParams(msgspec.Struct, frozen=True):
 
 
 class OptimStepRequest(msgspec.Struct):
+    """The SDK sends the values of every other optimizer as `optimizer_params`."""
+
     model_id: str
     seq_id: int | None = None
     adam_params: AdamParams | None = None
+    optimizer_params: Any = None
 
 
 class SaveWeightsRequest(msgspec.Struct):

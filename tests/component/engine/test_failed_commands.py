@@ -238,6 +238,8 @@ async def test_recovery_does_not_apply_a_step_that_was_not_finite_even_if_roundi
     assert "the accumulated gradient has norm" in (outcome.error or "")
     await trainer.result(await trainer.forward_backward(3))
     await trainer.fails(Kind.OPTIM_STEP, adam_params={"beta1": 7})
+    other = await trainer.fails(Kind.OPTIM_STEP, optimizer_params={"type": "dimuon", "learning_rate": 0.01})
+    assert other.error == "optimizer_params: this model's optimizer is AdamW; send AdamParams"
     before = await trainer.state()
     assert any("optimizer" in name for name in before)
     await restart(harness)

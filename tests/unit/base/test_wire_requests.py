@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 from tinker.types import CreateModelRequest as SdkCreateModelRequest
+from tinker.types import DimuonParams
 from tinker.types import LoraConfig as SdkLoraConfig
+from tinker.types import OptimStepRequest as SdkOptimStepRequest
 
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest, NotFound, RequestError
@@ -112,6 +114,13 @@ def test_a_body_of_the_newest_sdk_is_decoded() -> None:
     assert request_decoded.lora_config == LoraConfig(rank=16, train_mlp=False)
     assert request_decoded.optimizer_config is not None
     assert request_decoded.optimizer_config.type == "adamw"
+
+
+def test_values_of_another_optimizer_than_adam_are_seen() -> None:
+    given = SdkOptimStepRequest(optim_params=DimuonParams(learning_rate=0.5), model_id="m", seq_id=1)
+    step = decode_json(OptimStepRequest, given.model_dump_json().encode())
+    assert step.adam_params is None
+    assert step.optimizer_params["learning_rate"] == 0.5
 
 
 def test_types_and_unknown_fields_are_ignored() -> None:
