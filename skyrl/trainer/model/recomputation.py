@@ -63,12 +63,10 @@ class Recomputation:
         if setting is True and not self._able:
             kind = type(layers[0]).__name__
             raise ConfigError(f"trainer.gradient_checkpointing: transformers cannot recompute {kind}: leave it out")
-        # Nothing is random, because no dropout is in training mode.
-        function = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         for layer in layers:
             switched: Any = layer
             switched.gradient_checkpointing = True  # transformers looks at this, and at `training`
-            switched._gradient_checkpointing_func = function
+            switched._gradient_checkpointing_func = functools.partial(_computed_twice, layer)
 
     @property
     def recomputes(self) -> bool:
@@ -150,7 +148,7 @@ class Recomputation:
 
     @contextmanager
     def _recomputed(self) -> Iterator[None]:
-        """Only the layers are in training mode, not the modules inside them. So no dropout is."""
+        """Only the layers are in training mode, not the modules inside them; and they only until they compute."""
         for layer in self._layers:
             layer.training = True
         try:
@@ -158,6 +156,16 @@ class Recomputation:
         finally:
             for layer in self._layers:
                 layer.training = False
+
+
+def _computed_twice(layer: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
+    """What a layer in training mode computes out of it, now and again in backward. So no dropout is applied, also where
+    the layer itself asks for its mode, as OPT's do, and nothing is random."""
+    layer.training = False
+    try:
+        return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
+    finally:
+        layer.training = True
 
 
 def _input_bytes(layers: Sequence[nn.Module]) -> int:

@@ -9,7 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch_lora_support import VOCAB, assert_same, base_path, grpo, make_backend, make_full, ok, saved, sft, spec, train
+from torch_lora_support import (
+    VOCAB,
+    assert_same,
+    base_path,
+    files_saved,
+    grpo,
+    make_backend,
+    make_full,
+    ok,
+    saved,
+    sft,
+    spec,
+    train,
+)
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
@@ -19,6 +32,7 @@ from skyrl.trainer.model import logprobs, recomputation
 from skyrl.trainer.model.packed_model import PackedModel
 from skyrl.trainer.model.recomputation import Recomputation
 from skyrl.trainer.protocol import AdamParams, OutOfMemory, PassResult
+from tests.families import OPT, save_random
 from tests.local_ranks import rank_of
 
 LENGTHS = (40, 40, 20)
@@ -187,17 +201,32 @@ def test_recomputed_layers_keep_little_more_than_their_inputs(monkeypatch: pytes
     assert found[1] < found[0] / 5
 
 
-def test_no_module_inside_a_recomputed_layer_is_in_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_module_of_a_recomputed_layer_computes_in_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout would change the numbers."""
     backend = _with_model(gradient_checkpointing=True)
     packed = rank_of(backend).base.packed
-    layers: list[Any] = list(packed.decoder_layers)
-    others = [module for module in packed.model.modules() if not isinstance(module, MultiLoraLinear)]
-    training: list[nn.Module] = []
-    layers[0].mlp.register_forward_hook(lambda *_: training.extend(module for module in others if module.training))
+    layer: Any = packed.decoder_layers[0]
+    inside = [module for module in layer.modules() if not isinstance(module, MultiLoraLinear)]
+    found: list[bool] = []
+    layer.mlp.register_forward_pre_hook(lambda *_: found.append(any(module.training for module in inside)))
     ok(backend.run([train("m", sft(0, 9))]))
-    assert training == layers, "in the forward, and not in its repetition"
+    assert found == [False, False], "in the forward, and in its repetition"
+    others = [module for module in packed.model.modules() if not isinstance(module, MultiLoraLinear)]
     assert not any(module.training for module in others)
+
+
+def test_a_layer_that_applies_dropout_itself_gives_the_gradient_of_kept_layers(tmp_path: Path) -> None:
+    """OPT's layers ask for their own mode."""
+    path = save_random(OPT, tmp_path / "opt")
+    found = []
+    for setting in (False, True):
+        backend = _with_model(make_full, path=path, gradient_checkpointing=setting)
+        assert _of(backend).pays(1) is setting
+        assert rank_of(backend).base.packed.decoder_layers[0].dropout == 0.1
+        ok(backend.run([train("m", sft(0, *LENGTHS))]))
+        found.append(files_saved(backend, "m", tmp_path / str(setting)))
+    assert any(name.startswith("gradient.") for name in found[0])
+    assert_same(*found)
 
 
 def test_nothing_that_is_recomputed_keeps_the_state_of_a_random_generator(monkeypatch: pytest.MonkeyPatch) -> None:
