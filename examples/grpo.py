@@ -109,7 +109,8 @@ async def run(service: tinker.ServiceClient, base_model: str, steps: int) -> Non
                 pending.append(trainer.forward_backward(data, "ppo", CLIP))
                 pending.append(trainer.optim_step(types.AdamParams(learning_rate=2e-3)))
             results = await asyncio.gather(*pending)
-            kl = results[-2].metrics["kl:mean"]  # the last pass shows how far the updates moved from the sampler
+            last_pass = results[-2].metrics  # it shows how far the updates moved from the sampler
+            kl = last_pass["kl:sum"] / last_pass["active_tokens:sum"]
             rewards = [reward for _, graded in groups for reward in graded]
             print(f"step {step:3d}  reward {np.mean(rewards):.3f}  kl {kl:+.4f}", flush=True)
     last = (await trainer.save_weights_for_sampler("end")).path

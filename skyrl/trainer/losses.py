@@ -180,13 +180,14 @@ def served_losses(stable_reinforce: Literal["refuse", "cispo"]) -> dict[str, Los
 
 @dataclass
 class Tally:
-    """Sums over the slices of one pass. Ratio statistics are over entries with a non-zero advantage. `weights`: the sum
-    of the weights of cross_entropy, NaN if one of them is negative; None for losses without weights."""
+    """Sums over the slices of one pass. `active`: the number of entries with a non-zero advantage, which ratio
+    statistics are over; None for losses without advantages. `weights`: the sum of the weights of cross_entropy, NaN if
+    one of them is negative; None for losses without weights."""
 
     loss: float = 0.0
     tokens: int = 0
     rows: int = 0
-    active: int = 0
+    active: int | None = None
     ratio: float = 0.0
     ratio_max: float = -math.inf
     kl: float = 0.0
@@ -198,7 +199,8 @@ class Tally:
         self.loss += other.loss
         self.tokens += other.tokens
         self.rows += other.rows
-        self.active += other.active
+        if other.active is not None:
+            self.active = (self.active or 0) + other.active
         self.ratio += other.ratio
         self.ratio_max = max(self.ratio_max, other.ratio_max)
         self.kl += other.kl
@@ -209,10 +211,12 @@ class Tally:
 
     def metrics(self) -> dict[str, float]:
         """`loss:sum`, `num_tokens:sum`, `computed_tokens:sum`; with weights also `weights:sum`, unless one is negative;
-        with advantages also `ratio:mean`, `ratio:max`, `kl:mean`; with clipping also `clip_fraction:mean`.
+        with advantages also `active_tokens:sum`, `ratio:sum`, `kl:sum`; with clipping also `clipped:sum`. Where one
+        advantage is not 0 also `ratio:mean`, `ratio:max`, `kl:mean`; with clipping also `clip_fraction:mean`.
 
         `kl:mean` is mean(q - lp): the sampler's divergence from the trainer, estimated on the sampled tokens. For gspo
-        q - lp is the mean of its sequence.
+        q - lp is the mean of its sequence. The SDK weighs the means of a request's chunks by their numbers of
+        sequences; sums combine exactly.
         """
         metrics = {
             "loss:sum": self.loss,
@@ -221,6 +225,10 @@ class Tally:
         }
         if self.weights is not None and not math.isnan(self.weights):
             metrics["weights:sum"] = self.weights
+        if self.active is not None:
+            metrics |= {"active_tokens:sum": float(self.active), "ratio:sum": self.ratio, "kl:sum": self.kl}
+            if self.clipped is not None:
+                metrics["clipped:sum"] = self.clipped
         if self.active:
             metrics |= {
                 "ratio:mean": self.ratio / self.active,

@@ -37,8 +37,8 @@ FORGET_STEPS = 1_000
 class StepSums:
     """Sums over forward_backward passes. `tokens` are all tokens of their data. `loss_weight` is the sum of the weights
     of the passes whose loss is in `loss_sum`: those with weights (of cross_entropy), none of them negative. The gap is
-    a sum over `gap_tokens` (of the passes with logprobs of the sampler), as the trainer's metrics count them; so are
-    the clipped tokens and the ratio. The gap is `kl:mean` times tokens, in nats."""
+    a sum over `gap_tokens` (those with an advantage), as the trainer's metrics count them, in nats; so are the clipped
+    tokens and the ratio."""
 
     passes: int = 0
     tokens: int = 0
@@ -55,23 +55,13 @@ class StepSums:
     def of_pass(cls, tokens: int, metrics: Mapping[str, float]) -> Self:
         """The sums of one pass with the trainer's metrics (`name:reduction`). A number beyond MAX_SUM counts as none:
         a client can cause it with logprobs that no model gives."""
-        counted = round(metrics.get("num_tokens:sum", 0.0))
+        counted = round(metrics.get("active_tokens:sum", 0.0))
 
-        def summed(total: float | None) -> tuple[float, int]:
+        def summed(name: str) -> tuple[float, int]:
+            total = metrics.get(name)
             return (0.0, 0) if total is None or not abs(total) <= MAX_SUM else (total, counted)
 
-        def mean(name: str) -> float | None:
-            value = metrics.get(name)
-            return None if value is None else value * counted
-
-        return cls(
-            1,
-            tokens,
-            *_weighted(metrics),
-            *summed(mean("kl:mean")),
-            *summed(mean("clip_fraction:mean")),
-            *summed(mean("ratio:mean")),
-        )
+        return cls(1, tokens, *_weighted(metrics), *summed("kl:sum"), *summed("clipped:sum"), *summed("ratio:sum"))
 
     def __add__(self, other: Self) -> StepSums:
         mine, theirs = asdict(self), asdict(other)
@@ -151,9 +141,9 @@ def forget(connection: Connection, before: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step that has ended. `loss` is the mean per weight: sum(weight * -logprob) / sum(weight). `gap` is the mean
-    of `kl:mean` in nats, `ratio` that of `ratio:mean`, `clip_fraction` the part of clipped tokens. Each is None where
-    no pass had such a number. `busy_s` is the trainer's time for the step."""
+    """One step that has ended. `loss` is the mean per weight: sum(weight * -logprob) / sum(weight). Over all tokens
+    with an advantage, `gap` is the mean of `kl` in nats, `ratio` that of the ratio, `clip_fraction` the part that was
+    clipped. Each is None where no pass had such a number. `busy_s` is the trainer's time for the step."""
 
     step: int
     ended_at: float

@@ -221,9 +221,10 @@ class GroupSums:
             with np.errstate(over="ignore"):  # a sum beyond float32 is infinite, however it was computed
                 loss = float(np.float32(of_part["loss"]))
             tally = Tally(loss, part.tokens, part.rows, clipped=of_part.get("clipped"), weights=weights)
-            if "ratio" in of_part and active:
-                tally.active, tally.kl = active, -of_part["log_ratio"]
-                tally.ratio, tally.ratio_max = of_part["ratio"], of_part["ratio_max"]
+            if "ratio" in of_part:
+                tally.active = active
+            if tally.active:
+                tally.kl, tally.ratio, tally.ratio_max = -of_part["log_ratio"], of_part["ratio"], of_part["ratio_max"]
             tallies.append(tally)
         return tallies
 

@@ -55,7 +55,7 @@ async def new_run(api: Api, name: str = "my run", **headers: str) -> str:
 
 
 def train(connection: Connection, run: str, steps: int) -> None:
-    metrics = {"loss:sum": 4.0, "num_tokens:sum": 10.0, "weights:sum": 8.0, "kl:mean": 0.125, "clip_fraction:mean": 0.5}
+    metrics = {"loss:sum": 4.0, "weights:sum": 8.0, "active_tokens:sum": 8.0, "kl:sum": 1.0, "clipped:sum": 4.0}
     for _ in range(steps):
         add_passes(connection, {run: StepSums.of_pass(10, metrics)}, 0.75)
         count_training(connection, {run: 10})

@@ -28,13 +28,13 @@ def steps_of(harness: Harness, trainer: Trainer) -> list[Step]:
     return harness.database.read(lambda c: history(c, trainer.model_id))
 
 
-def datum_with_logprobs(seed: int, logprob: float = -3.0) -> list[dict[str, Any]]:
-    """One datum as a sampler gives it: logprobs and advantages at each position."""
+def datum_with_logprobs(seed: int, logprob: float = -3.0, active: int = 8) -> list[dict[str, Any]]:
+    """One datum as a sampler gives it: logprobs at each of 8 positions, and advantages at the first `active`."""
     [datum] = data(seed, 8)
     inputs = datum["loss_fn_inputs"]
     del inputs["weights"]
-    for name, value in (("logprobs", logprob), ("advantages", 1.0)):
-        inputs[name] = {"data": [value] * 8, "dtype": "float32", "shape": [8]}
+    for name, values in (("logprobs", [logprob] * 8), ("advantages", [1.0] * active + [0.0] * (8 - active))):
+        inputs[name] = {"data": values, "dtype": "float32", "shape": [8]}
     return [datum]
 
 
@@ -51,9 +51,9 @@ async def test_the_numbers_of_a_step_are_those_of_its_passes(harness: Harness) -
     passes = [
         await trainer.do(
             Kind.FORWARD_BACKWARD,
-            forward_backward_input={"data": datum_with_logprobs(seed), "loss_fn": "ppo"},
+            forward_backward_input={"data": datum_with_logprobs(seed, active=active), "loss_fn": "ppo"},
         )
-        for seed in (1, 2)
+        for seed, active in ((1, 8), (2, 2), (3, 0))
     ]
     plain = [
         await trainer.do(
@@ -71,14 +71,20 @@ async def test_the_numbers_of_a_step_are_those_of_its_passes(harness: Harness) -
     assert weights == [2.0, 0.25, 0.0]
     assert step.loss == pytest.approx(sum(losses) / 2.25)
     assert all("weights:sum" not in one["metrics"] for one in passes)
-    ratios = [metrics["metrics"]["ratio:mean"] for metrics in passes]
-    assert step.ratio == pytest.approx(sum(ratios) / 2)
+    sums = {
+        name: [one["metrics"][f"{name}:sum"] for one in passes] for name in ("active_tokens", "ratio", "kl", "clipped")
+    }
+    assert sums["active_tokens"] == [8.0, 2.0, 0.0]
+    assert [numbers[2] for numbers in sums.values()] == [0.0] * 4
+    for name, mean in (("ratio", "ratio"), ("kl", "kl"), ("clipped", "clip_fraction")):
+        for one, total, active in zip(passes[:2], sums[name], (8, 2), strict=False):
+            assert one["metrics"][f"{mean}:mean"] == pytest.approx(total / active)
+        assert f"{mean}:mean" not in passes[2]["metrics"]
+    assert step.ratio == pytest.approx(sum(sums["ratio"]) / 10)
     assert step.learning_rate == 0.01
-    gaps = [metrics["metrics"]["kl:mean"] for metrics in passes]
-    assert step.gap == pytest.approx(sum(gaps) / 2), "the cross-entropy pass has no logprobs of a sampler"
-    clipped = [metrics["metrics"]["clip_fraction:mean"] for metrics in passes]
-    assert step.clip_fraction == pytest.approx(sum(clipped) / 2)
-    assert (step.step, step.tokens) == (1, 8 + 8 + 9 + 14 + 14)
+    assert step.gap == pytest.approx(sum(sums["kl"]) / 10), "the cross-entropy pass has no logprobs of a sampler"
+    assert step.clip_fraction == pytest.approx(sum(sums["clipped"]) / 10)
+    assert (step.step, step.tokens) == (1, 8 + 8 + 8 + 9 + 14 + 14)
     assert step.busy_s > 0
 
 
@@ -87,11 +93,11 @@ async def test_sums_that_no_database_can_hold_are_left_out(
     database: Database, writer: GroupCommitWriter, run: str
 ) -> None:
     """Of each number there is one pass that says it, and there are others that say something beyond all bounds."""
-    right = {"num_tokens:sum": 8.0, "weights:sum": 8.0, "loss:sum": 4.0, "kl:mean": 0.25, "clip_fraction:mean": 0.5}
-    right |= {"ratio:mean": 1.25}
+    right = {"active_tokens:sum": 8.0, "weights:sum": 8.0, "loss:sum": 4.0, "kl:sum": 2.0, "clipped:sum": 4.0}
+    right |= {"ratio:sum": 10.0}
     beyond = (math.inf, -math.inf, math.nan, 1e308, -1e308)
     wrong = [dict(list(right.items())[:2]) | dict.fromkeys(list(right)[2:], number) for number in beyond]
-    wrong.append({"num_tokens:sum": 8.0, "weights:sum": 1e308, "loss:sum": 1.0})
+    wrong.append({"active_tokens:sum": 8.0, "weights:sum": 1e308, "loss:sum": 1.0})
     for metrics in (*wrong, right, *wrong):
         sums = StepSums.of_pass(8, metrics)
         await writer.transact(lambda c, sums=sums: add_passes(c, {run: sums + sums}, 1.0))

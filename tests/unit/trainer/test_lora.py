@@ -300,7 +300,7 @@ def test_each_loss_gives_its_metrics_named_with_a_reduction() -> None:
     """Own logprobs have the ratio 1. A step moves probability towards advantage."""
     backend = make_backend()
     expected = {"loss:sum", "num_tokens:sum", "computed_tokens:sum"}
-    ratio = expected | {"ratio:mean", "ratio:max", "kl:mean"}
+    ratio = expected | {"ratio:mean", "ratio:max", "kl:mean", "active_tokens:sum", "ratio:sum", "kl:sum"}
     (datum,) = sft(0, 30)
     forward = TrainingPass("own", [datum], "cross_entropy", backward=False)
     backend.create_model("own", spec())
@@ -312,7 +312,7 @@ def test_each_loss_gives_its_metrics_named_with_a_reduction() -> None:
         mask = {"sequence_ratio_mask": np.ones(30, np.float32)} if loss_fn == "gspo" else {}
         backend.create_model(loss_fn, spec())
         (result,) = ok(backend.run([train(loss_fn, [Datum(datum.tokens, given | mask)], loss_fn)]))
-        clips = {"clip_fraction:mean"} if loss_fn in ("ppo", "cispo", "gspo") else set()
+        clips = {"clip_fraction:mean", "clipped:sum"} if loss_fn in ("ppo", "cispo", "gspo") else set()
         assert set(result.metrics) == ratio | clips, loss_fn
         assert result.metrics["num_tokens:sum"] == 30
         assert result.metrics["ratio:mean"] == pytest.approx(1, abs=1e-3)

@@ -223,7 +223,11 @@ def test_entries_without_advantages_count_for_the_loss_slice_of() -> None:
     (datum,) = piece.data
     weightless = Datum(datum.tokens, {**datum.loss_inputs, "advantages": np.zeros(ENTRIES, np.float32)})
     loss = Loss(lambda lp, inputs, config: LossValue(lp, lp * 9, lp > 0.2), ("advantages",))
-    assert _tally(slice_of([weightless], loss, rows=5), lp) == Tally(float(lp.sum()), ENTRIES, 5, clipped=0.0)
+    tally = _tally(slice_of([weightless], loss, rows=5), lp)
+    assert tally == Tally(float(lp.sum()), ENTRIES, 5, active=0, clipped=0.0)
+    metrics = tally.metrics()
+    assert {metrics[f"{name}:sum"] for name in ("active_tokens", "ratio", "kl", "clipped")} == {0.0}
+    assert not {"ratio:mean", "ratio:max", "kl:mean", "clip_fraction:mean"} & metrics.keys()
 
 
 @pytest.mark.parametrize(("weights", "total"), [([0.0, 0.5, 1.0], 1.5), (None, 3.0), ([0.5, -0.25, 1.0], None)])
