@@ -187,10 +187,16 @@ def checkpoint_routes(services: Services) -> Routes:
 
 logger = logging.getLogger(__name__)
 
+COPIES_AT_ONCE = 2
+"""Of all tenants in this process; a tenant has one at a time. Others wait for their turn. A large copy takes a thread
+of `in_store` for minutes, and loads of adapters and downloads need these threads, too."""
+
 
 def copy_routes(services: Services) -> Routes:
     routes = Routes("checkpoints")
     copying: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+    of_tenant: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+    turns = asyncio.Semaphore(COPIES_AT_ONCE)
 
     @routes.post("/copy_weights", scope="train", body=CopyWeightsRequest)
     async def copy_weights(call: Call, body: CopyWeightsRequest) -> Response:
@@ -232,8 +238,9 @@ def copy_routes(services: Services) -> Routes:
             copy_key=copy_key,
         )
         check = services.quotas.stored_bytes(tenant, source.size_bytes)
-        await services.quotas.check(check)
-        await in_store(services.checkpoint_store.copy, store_key, new_copy.store_key)
+        async with of_tenant.setdefault(tenant, asyncio.Lock()), turns:
+            await services.quotas.check(check)
+            await in_store(services.checkpoint_store.copy, store_key, new_copy.store_key)
         try:
             recorded = await services.copies.add(new_copy, source, check)
         except RequestError:

@@ -217,6 +217,31 @@ async def test_two_requests_with_one_idempotency_key_make_one_copy(
     assert len(world.harness.checkpoint_store.stored()) == 4
 
 
+@pytest.mark.parametrize(("keys", "most"), [([KEY], 1), ([KEY, OTHER, "tml-third"], 2)])
+async def test_a_tenant_copies_one_checkpoint_at_a_time_and_all_together_two(
+    world: World, monkeypatch: pytest.MonkeyPatch, keys: list[str], most: int
+) -> None:
+    trainer = await world.trainer()
+    source = (await trainer.do(Kind.SAVE_WEIGHTS, path="kept"))["path"]
+    wanted = {"source_path": source, "destination_project_id": "archive", "weights_access_token": KEY}
+    copy = world.services.checkpoint_store.copy
+    running: list[int] = []
+    at_once: list[int] = []
+
+    def slowly(*arguments: str) -> None:
+        running.append(1)
+        at_once.append(len(running))
+        time.sleep(0.2)
+        copy(*arguments)
+        running.pop()
+
+    monkeypatch.setattr(world.services.checkpoint_store, "copy", slowly)
+    answers = await asyncio.gather(*(world.ask("POST", "copy_weights", wanted, key) for key in keys for _ in range(3)))
+    assert [answer.status_code for answer in answers] == [200] * len(answers)
+    assert len(at_once) == len(answers)
+    assert max(at_once) == most
+
+
 # Access tokens: a request carries another account's key and reads what that account may read
 
 
