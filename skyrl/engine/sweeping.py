@@ -36,7 +36,15 @@ from skyrl.base.wire.requests import LoadWeightsCommand
 from skyrl.engine.threads import EngineSignals
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
-from skyrl.storage.checkpoint_store.directories import id_of, is_scratch, old_scratch, remove, safe_name, subdirectories
+from skyrl.storage.checkpoint_store.directories import (
+    id_of,
+    is_scratch,
+    old_scratch,
+    remove,
+    remove_empty,
+    safe_name,
+    subdirectories,
+)
 from skyrl.storage.checkpoint_store.versions import model_of, version_at, version_directory, version_in, version_key
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.checkpoints import pop_expired, store_keys
@@ -272,6 +280,8 @@ class FileSweeper:
             old = {model_id: found for model_id, path in by_model.items() if (found := old_scratch(path, before))}
             for path in (*old_scratch(root, before), *(path for model in files.among(old) for path in old[model])):
                 self._remove(path)
+            for path in by_model.values():
+                remove_empty(path)
         if config.role.scope.has_rest:
             for path in old_scratch(config.state_dir / "scratch", before):  # of API processes
                 self._remove(path)

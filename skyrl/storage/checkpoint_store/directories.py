@@ -57,13 +57,21 @@ def scratch_in(parent: Path) -> Path:
     return parent / f".tmp-{secrets.token_hex(8)}"
 
 
+def remove_empty(directory: Path) -> None:
+    """Delete a directory that contains nothing."""
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
 @contextlib.contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
     """Yields an empty directory to fill. After the block it is synced and renamed to `target`, which must not exist. If
     anything fails, it is removed."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     scratch = scratch_in(target.parent)
-    scratch.mkdir()
+    try:
+        _make(scratch)
+    except (FileNotFoundError, FileExistsError):  # a sweep has deleted the parent, which was empty
+        _make(scratch)
     try:
         yield scratch
         for path in scratch.rglob("*"):
@@ -75,6 +83,11 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
+
+
+def _make(directory: Path) -> None:
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.mkdir()
 
 
 def _sync(path: Path) -> None:

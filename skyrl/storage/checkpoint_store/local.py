@@ -25,6 +25,7 @@ from skyrl.storage.checkpoint_store.directories import (
     link_files,
     old_scratch,
     remove,
+    remove_empty,
     sizes_of,
     subdirectories,
 )
@@ -105,6 +106,7 @@ class LocalStore:
             old = old_scratch(group, before)
             for path in old if old and wanted(group.name) else ():
                 remove(path)
+            remove_empty(group)
 
     def claim(self, owner: str) -> str:
         file = self._root / OWNER

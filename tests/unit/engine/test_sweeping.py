@@ -116,6 +116,24 @@ def test_an_unloaded_adapter_is_deleted_after_the_grace_time(
     assert not directory.exists()
 
 
+def test_directories_of_models_without_files_are_deleted(
+    config: ServerConfig, sweeper: FileSweeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that an earlier version has left. Each sweep walks them all."""
+    monkeypatch.setattr(sweeping, "GRACE_S", 0.0)
+    groups = [write_old_adapter(config).parent, store_old_checkpoint(config).parent]
+    for root in (config.full_weights_dir, config.snapshots_dir):
+        groups.append(root / safe_name(MODEL))
+        groups[-1].mkdir(parents=True)
+    used = version_directory(config.state_dir, AdapterVersion.of("s2:train:0", 1))
+    used.mkdir(parents=True)
+    sweeper.unloaded(ADAPTER)
+    for _ in range(2):  # files, directories
+        sweeper.delete_files()
+    assert [group for group in groups if group.exists()] == []
+    assert used.is_dir()
+
+
 @pytest.mark.parametrize(
     ("model_status", "session_status", "stays"),
     [

@@ -22,7 +22,15 @@ from skyrl.base.config.server import ConfigError
 from skyrl.storage.checkpoint_store import local, objects
 from skyrl.storage.checkpoint_store.archive import Member, gzip_size, gzip_stored, tar, tar_size
 from skyrl.storage.checkpoint_store.base import MANIFEST, CheckpointStore, NotStored, StoreError, manifest_of, sizes_in
-from skyrl.storage.checkpoint_store.directories import atomic_directory, fetch, id_of, link_tree, remove, safe_name
+from skyrl.storage.checkpoint_store.directories import (
+    atomic_directory,
+    fetch,
+    id_of,
+    link_tree,
+    remove,
+    remove_empty,
+    safe_name,
+)
 from skyrl.storage.checkpoint_store.local import LocalStore
 from skyrl.storage.checkpoint_store.objects import readable_error
 from skyrl.storage.checkpoint_store.registry import open_store
@@ -235,6 +243,27 @@ def test_several_threads_fetch_the_same_checkpoint_at_once(store: CheckpointStor
     assert failures == []
     assert {file.name: file.read_bytes() for file in (tmp_path / "fetched").iterdir()} == FILES
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp-")] == []
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_an_atomic_directory_is_made_although_a_sweep_deletes_its_empty_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
+) -> None:
+    target, mkdir, swept = tmp_path / "parent" / "target", Path.mkdir, list[Path]()
+    if exists:
+        target.parent.mkdir()
+
+    def swept_after(directory: Path, *rest: Any, **options: Any) -> None:
+        mkdir(directory, *rest, **options)
+        if directory == target.parent and not swept:
+            swept.append(directory)
+            remove_empty(directory)
+
+    monkeypatch.setattr(Path, "mkdir", swept_after)
+    with atomic_directory(target) as scratch:
+        (scratch / "file").write_text("x")
+    assert swept
+    assert (target / "file").read_text() == "x"
 
 
 def test_a_manifest_lists_the_files_and_sizes() -> None:
