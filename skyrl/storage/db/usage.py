@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, delete, func, insert, or_, select, text, update
+from sqlalchemy import Connection, case, delete, func, insert, or_, select, text, update
 
 from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
 from skyrl.storage.db.database import Database
@@ -142,20 +142,27 @@ def meter_storage(connection: Connection, now: float) -> None:
         return
     if now <= since:  # somebody set the clock back
         return
+    created, expires = _checkpoints.c.created_at, _checkpoints.c.expires_at
+    # Most checkpoints live through the whole time: the database adds them up, a row for each tenant and base model.
+    group = (
+        _checkpoints.c.tenant,
+        _checkpoints.c.base_model,
+        case((created > since, created)).label("start"),
+        case((expires < now, expires)).label("end"),
+    )
     rows = connection.execute(
-        select(_checkpoints).where(
-            _checkpoints.c.created_at < now,
-            or_(_checkpoints.c.expires_at.is_(None), _checkpoints.c.expires_at > since),
-        )
+        select(*group, func.sum(_checkpoints.c.size_bytes).label("size"))
+        .where(created < now, or_(expires.is_(None), expires > since))
+        .group_by(*group)
     )
     amounts: dict[UsageKey, float] = {}
     for row in rows:
-        start, end = max(since, row.created_at), min(now, row.expires_at or now)
+        start, end = row.start or since, row.end or now
         while start < end:
             bucket = bucket_of(start)
             part = min(end, bucket + HOUR_S) - start
             key = UsageKey(row.tenant, bucket, "", "", row.base_model, UsageKind.STORAGE)
-            amounts[key] = amounts.get(key, 0) + row.size_bytes / GIGABYTE * part / HOUR_S
+            amounts[key] = amounts.get(key, 0) + int(row.size) / GIGABYTE * part / HOUR_S
             start += part
     add(connection, amounts)
     connection.execute(update(_meters).where(meter).values(counted_until=now))

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+import sqlalchemy
 from api_harness import BASE, Api, Serve, session_of
 from engine_harness import Harness, Trainer, data
 from fake_upstream import FakeUpstream, complete, error
@@ -189,6 +190,28 @@ def test_storage_is_size_times_time_split_by_the_hour(database: Database) -> Non
     assert hours == [bucket_of(start), bucket_of(start) + HOUR_S]
     # First hour: 30 min of 1 GB, 15 min of 4 GB, 30 min of 1 GB; second: 60 min of 5 GB.
     assert [row.amount for row in found] == pytest.approx([0.5 + 1.0 + 0.5, 5.0])
+
+
+@ON_BOTH
+def test_checkpoints_that_live_through_a_minute_are_added_up_by_the_database(database: Database) -> None:
+    """However many there are: the write lock is held meanwhile."""
+    start = bucket_of(time.time()) - HOUR_S
+    rows = [saved(str(number), 10**9, start - number) for number in range(50)]
+    rows.append(saved("gone", 10**9, start - 9, expires_at=start + 30))
+    database.write(lambda c: c.execute(insert(checkpoints), [{"expires_at": None} | row for row in rows]))
+    database.write(lambda c: meter_storage(c, start))
+    sent: list[tuple[str, Any]] = []
+
+    def note(_: Any, __: Any, statement: str, parameters: Any, *___: Any) -> None:
+        sent.append((statement, parameters))
+
+    sqlalchemy.event.listen(database.writer, "before_cursor_execute", note)
+    database.write(lambda c: meter_storage(c, start + 60))
+    sqlalchemy.event.remove(database.writer, "before_cursor_execute", note)
+    ((query, parameters),) = [each for each in sent if "FROM checkpoints" in each[0]]
+    assert len(database.read(lambda c: c.exec_driver_sql(query, parameters).all())) == 2
+    (amount,) = database.read(lambda c: c.execute(select(usage.c.amount)).scalars().all())
+    assert amount == pytest.approx((50 * 60 + 30) / HOUR_S)
 
 
 async def test_storage_is_reported_without_a_session(api: Api, database: Database) -> None:
