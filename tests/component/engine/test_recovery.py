@@ -200,6 +200,7 @@ async def test_a_save_that_was_written_but_not_recorded_is_repeated(
     assert harness.stored(row)
     assert len(harness.checkpoint_store.stored()) == 2
     monkeypatch.setattr(sweeping, "GRACE_S", -60.0)  # so that no file is too young to be deleted
+    await until(lambda: not harness.scheduler.saving)
     harness.parts.sweeper._sweep_store()
     assert [found.key for found in harness.checkpoint_store.stored()] == [row.store_key]
     if kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER:
