@@ -8,10 +8,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-import sqlalchemy
 from api_harness import BASE, Api, Serve, session_of
 from engine_harness import Harness, Trainer, data
 from fake_upstream import FakeUpstream, complete, error
+from sqlalchemy import event as sql_event
 from sqlalchemy import insert, select
 from sqlalchemy.exc import OperationalError
 
@@ -205,9 +205,9 @@ def test_checkpoints_that_live_through_a_minute_are_added_up_by_the_database(dat
     def note(_: Any, __: Any, statement: str, parameters: Any, *___: Any) -> None:
         sent.append((statement, parameters))
 
-    sqlalchemy.event.listen(database.writer, "before_cursor_execute", note)
+    sql_event.listen(database.writer, "before_cursor_execute", note)
     database.write(lambda c: meter_storage(c, start + 60))
-    sqlalchemy.event.remove(database.writer, "before_cursor_execute", note)
+    sql_event.remove(database.writer, "before_cursor_execute", note)
     ((query, parameters),) = [each for each in sent if "FROM checkpoints" in each[0]]
     assert len(database.read(lambda c: c.exec_driver_sql(query, parameters).all())) == 2
     (amount,) = database.read(lambda c: c.execute(select(usage.c.amount)).scalars().all())
