@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from skyrl.trainer.attention.divided import Scoring, divided_attention
 from skyrl.trainer.device import HOST
+from skyrl.trainer.reused import Reused
 from skyrl.trainer.rows.packing import AttentionGroup, FromCells, Grids, IntoCells, Shape
 from skyrl.trainer.shares import SequencePart
 
@@ -48,10 +49,10 @@ def attend(
     sees no key gets a finite result without meaning.
 
     softcap: the scores become softcap * tanh(scores / softcap) before the mask (Gemma 2, arXiv 2408.00118, section 2).
-    sinks: [heads], one more score per head that takes part in the softmax and has no value (gpt-oss, arXiv 2508.10925,
-    section 2.3). Without both, torch's scaled_dot_product_attention computes the result. With one of them the scores
-    are made in blocks of queries, the softmax in float32; with gradients and more than one block, backward computes
-    each block again.
+    sinks: float32 [heads], one more score per head that takes part in the softmax and has no value (gpt-oss, arXiv
+    2508.10925, section 2.3). Without both, torch's scaled_dot_product_attention computes the result. With one of them
+    the scores are made in blocks of queries, the softmax in float32; with gradients and more than one block, backward
+    computes each block again, and adds the blocks' gradients of keys and values in float32 (`Reused`).
     """
     assert not (causal and mask is not None)
     if softcap is None and sinks is None:
@@ -64,19 +65,23 @@ def attend(
     count, heads, rows, _ = query.shape
     length = key.shape[2]
     step = max(1, SCORES_BYTES // (4 * count * heads * length))
+    if rows <= step:
+        block = _causal_mask(0, rows, query.device) if causal else mask
+        return _explicit(query, key, value, block, factor, softcap, sinks)
+    keys, values = Reused(key), Reused(value)
     parts = []
     for start in range(0, rows, step):
         stop = min(rows, start + step)
-        seen = stop if causal else length
         block = _causal_mask(start, stop, query.device) if causal else mask
         if mask is not None:
             block = mask[..., start:stop, :]
-        arguments = (query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen], block, factor, softcap, sinks)
-        if rows > step and torch.is_grad_enabled():
+        seen = slice(None), slice(None), slice(stop if causal else length)
+        arguments = (query[:, :, start:stop], keys.use(*seen), values.use(*seen), block, factor, softcap, sinks)
+        if torch.is_grad_enabled():
             parts.append(checkpoint(_explicit, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
             parts.append(_explicit(*arguments))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return torch.cat(parts, dim=2)
 
 
 def wants_all_heads(device: torch.device) -> bool:
@@ -118,7 +123,7 @@ def _explicit(
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)
     if sinks is not None:
-        column = sinks.float().view(1, heads, 1, 1).expand(count, heads, rows, 1)
+        column = sinks.view(1, heads, 1, 1).expand(count, heads, rows, 1)
         scores = torch.cat([scores, column], dim=3)
     weights = scores.softmax(dim=3)[..., :length].to(value.dtype)
     output = weights.reshape(count, kv_heads, heads // kv_heads * rows, length) @ value
@@ -227,7 +232,8 @@ def segments_attention(
         return made.transpose(0, 1)[None], None
     groups = attention_groups if isinstance(attention_groups, PackedGroups) else PackedGroups(attention_groups)
     grids, masks = groups.with_window(sliding_window, query.device)
-    mask_dtype = query.dtype if softcap is None and s_aux is None else torch.bool
+    sinks = None if s_aux is None else s_aux.float()  # so the gradients of all calls are added in float32
+    mask_dtype = query.dtype if softcap is None and sinks is None else torch.bool
     states = [state[0].transpose(0, 1) for state in (query, key, value)]
     if grids.queries is not None:
         indices = (grids.queries, grids.keys, grids.keys)
@@ -247,7 +253,7 @@ def segments_attention(
             causal=mask is None,
             scale=scaling,
             softcap=softcap,
-            sinks=s_aux,
+            sinks=sinks,
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     made = torch.cat(outputs) if len(outputs) > 1 else outputs[0]

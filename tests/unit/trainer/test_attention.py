@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from skyrl.trainer.attention import divided, packed_attention
 from skyrl.trainer.attention.divided import Attended, Scoring, SoftmaxSum, attend_to, gradients_to
-from skyrl.trainer.attention.packed_attention import attend, for_all_heads
+from skyrl.trainer.attention.packed_attention import attend, for_all_heads, segments_attention
+from skyrl.trainer.rows.packing import AttentionGroup
 
 COUNT, HEADS, KV_HEADS, DIM, VALUE_DIM = 3, 6, 2, 8, 5
 
@@ -107,12 +108,37 @@ def test_a_query_that_sees_no_key_stays_finite() -> None:
 
 
 def test_bfloat16_scores_have_a_float32_softmax() -> None:
-    states = [state.detach().bfloat16() for state in _states(9, 9)]
+    states = [state.detach().bfloat16() for state in _states(9, 9)[:3]] + [_states(9, 9)[3].detach()]
     expected, _ = _formula(states, _mask("causal", 9, 9), None, 1.5, True)
     query, key, value, sinks = states
     found = attend(query, key, value, mask=None, causal=True, scale=None, softcap=1.5, sinks=sinks)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), expected, atol=0.03, rtol=0.03)
+
+
+def test_gradients_of_many_blocks_are_as_exact_in_bfloat16_as_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block gives one to the same keys, values and sinks."""
+    rows, heads = 512, 2
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((heads, rows, DIM), (1, rows, DIM), (1, rows, VALUE_DIM), (rows, heads, VALUE_DIM))
+    query, key, value, of_output = (torch.randn(1, *shape, generator=generator).bfloat16() for shape in shapes)
+    # All gradients of a sink have one sign
+    states = [query, key, value.abs(), torch.full((heads,), 3.0).bfloat16()]
+    of_output = of_output.abs()
+    groups = [[AttentionGroup((rows,), (rows,), ())]]
+
+    def gradients(dtype: torch.dtype, rows_of_a_block: int) -> list[Tensor]:
+        monkeypatch.setattr(packed_attention, "SCORES_BYTES", rows_of_a_block * heads * rows * 4)
+        leaves = [state.to(dtype).requires_grad_() for state in states]
+        *of_rows, sinks = leaves
+        found, _ = segments_attention(nn.Module(), *of_rows, None, attention_groups=groups, s_aux=sinks)
+        return [each.float() for each in torch.autograd.grad(found, leaves, of_output.to(dtype))]
+
+    exact = gradients(torch.float32, rows)
+    of_one, of_many = (gradients(torch.bfloat16, of_block) for of_block in (rows, 1))
+    for right, one, many in zip(exact, of_one, of_many, strict=True):
+        errors = [float((found - right).norm() / right.norm()) for found in (one, many)]
+        assert 0 < errors[1] <= 1.5 * errors[0]
 
 
 KEYS = 300
