@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from skyrl.base.config.pass_memory import LOGITS_BYTES
 from skyrl.trainer.lora.linear import LoraSegment
+from skyrl.trainer.reused import Reused
 
 _WIDEST = 200.0
 """Logits of the check lie between minus this and this: every known soft-capping and scaling shows there."""
@@ -52,11 +53,13 @@ class LogitTransform:
 @dataclass(frozen=True)
 class OutputLayer:
     """lm_head with the model's transform of logits. `linear`: the layer on rows [n, hidden] of one segment, whichever
-    segments are active; `base`: the frozen linear layer inside."""
+    segments are active; `base`: the frozen linear layer inside. `name`: of an adapter's pair for it, among those of a
+    segment."""
 
     linear: Callable[[Tensor, LoraSegment], Tensor]
     base: nn.Linear
     transform: LogitTransform
+    name: str = ""
 
     def for_segment(self, rows: Tensor, segment: LoraSegment) -> Tensor:
         """The logits [n, vocabulary] of rows [n, hidden] of one segment."""
@@ -158,13 +161,18 @@ def _rows_of_a_chunk(lm_head: OutputLayer) -> int:
 def _pair_logprobs(
     hidden: Tensor, targets: RowTargets, lm_head: OutputLayer, segment: LoraSegment, *, recompute: bool
 ) -> Tensor:
-    """float32 [pairs]"""
-
-    def logprobs(rows: Tensor, owners: Tensor, ids: Tensor, of_chunk: LoraSegment) -> Tensor:
-        return _LogSoftmaxAt.apply(lm_head.for_segment(rows, of_chunk).float(), owners, ids)
-
+    """float32 [pairs]. Of several chunks the gradients of an adapter's pair, or of a stack's, are added in float32."""
     count = _rows_of_a_chunk(lm_head)
     total = len(targets.rows)
+    matrices = segment.pairs.get(lm_head.name, ()) if total > count else ()
+    reused = [Reused(matrix) for matrix in matrices]
+
+    def logprobs(rows: Tensor, owners: Tensor, ids: Tensor, of_chunk: LoraSegment) -> Tensor:
+        if reused:
+            lora_a, lora_b = reused
+            of_chunk = replace(of_chunk, pairs={lm_head.name: (lora_a.use(), lora_b.use())})
+        return _LogSoftmaxAt.apply(lm_head.for_segment(rows, of_chunk).float(), owners, ids)
+
     parts = [hidden.new_empty(0, dtype=torch.float32)]
     for start in range(0, total, count):
         stop = min(start + count, total)

@@ -220,7 +220,7 @@ class PackedModel(nn.Module):
     @property
     def lm_head(self) -> OutputLayer:
         linear = next(linear for name, linear in self.linears.items() if name.rsplit(".", 1)[-1] == "lm_head")
-        return OutputLayer(linear.for_segment, linear.base, self.transform)
+        return OutputLayer(linear.for_segment, linear.base, self.transform, linear.name)
 
     @property
     def transform(self) -> LogitTransform:
