@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from skyrl.base.config.server import ConfigError
 from skyrl.trainer.adamw import CHUNK
@@ -22,9 +24,11 @@ from skyrl.trainer.experts.routing import CORRECTION
 from skyrl.trainer.files.tensor_files import Shapes
 from skyrl.trainer.full.parameters import FullParameters
 from skyrl.trainer.lora.files import STATE_JSON
+from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.model.logprobs import OutputLayer
 from skyrl.trainer.model.packed_model import PackedModel
 from skyrl.trainer.protocol import InvalidRequest
+from skyrl.trainer.reused import Reused
 
 
 class PlainModel(PackedModel):
@@ -39,8 +43,14 @@ class PlainModel(PackedModel):
 
     @property
     def lm_head(self) -> OutputLayer:
+        """The gradients of all uses, of several segments and chunks of their rows, are added in float32."""
         head = self.model.get_output_embeddings()
-        return OutputLayer(lambda rows, segment: head(rows), head, self.transform)
+        weight, bias = Reused(head.weight), None if head.bias is None else Reused(head.bias)
+
+        def linear(rows: Tensor, segment: LoraSegment) -> Tensor:
+            return functional.linear(rows, weight.use(), None if bias is None else bias.use())
+
+        return OutputLayer(linear, head, self.transform)
 
 
 def check_all_trained(path: str, model: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_lora_support import VOCAB, grpo, make_backend, make_full, ok, rl, spec, train
 from trainer_kinds import WHOLE
 
+from skyrl.trainer.full.full_model import PlainModel
 from skyrl.trainer.lora.linear import ActiveSegments, LoraSegment, MultiLoraLinear
 from skyrl.trainer.model import logprobs as logprobs_module
+from skyrl.trainer.model.loading import load_model
 from skyrl.trainer.model.logprobs import LogitTransform, OutputLayer, Targets, exceed_a_chunk, target_logprobs
 from skyrl.trainer.protocol import TrainingPass
+from tests.families import make_family
 
 CPU = torch.device("cpu")
 
@@ -131,6 +135,20 @@ def test_an_adapters_gradient_keeps_its_precision_over_many_chunks(
         layer = MultiLoraLinear("lm_head", base, ActiveSegments())
         segment = LoraSegment(0, ROWS, 0.1, {"lm_head": (lora_a, lora_b)}, ends)
         return OutputLayer(layer.for_segment, base, LogitTransform(), "lm_head"), segment, [lora_a, lora_b]
+
+    _check_many_chunks(monkeypatch, make)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi"], ids=["tied", "with a bias"])
+def test_the_output_layers_gradient_keeps_its_precision_over_many_chunks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str
+) -> None:
+    path = make_family(family, tmp_path, vocab_size=IDS, hidden_size=WIDTH)
+
+    def make(dtype: torch.dtype) -> Made:
+        packed = PlainModel(load_model(path, torch.bfloat16).to(dtype))
+        head = packed.lm_head
+        return head, LoraSegment(0, ROWS, 1.0), list(head.base.parameters())
 
     _check_many_chunks(monkeypatch, make)
 
