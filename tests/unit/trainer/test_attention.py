@@ -130,8 +130,8 @@ def test_gradients_of_many_blocks_are_as_exact_in_bfloat16_as_those_of_one(monke
     def gradients(dtype: torch.dtype, rows_of_a_block: int) -> list[Tensor]:
         monkeypatch.setattr(packed_attention, "SCORES_BYTES", rows_of_a_block * heads * rows * 4)
         leaves = [state.to(dtype).requires_grad_() for state in states]
-        *of_rows, sinks = leaves
-        found, _ = segments_attention(nn.Module(), *of_rows, None, attention_groups=groups, s_aux=sinks)
+        queries, keys, values, sinks = leaves
+        found, _ = segments_attention(nn.Module(), queries, keys, values, None, attention_groups=groups, s_aux=sinks)
         return [each.float() for each in torch.autograd.grad(found, leaves, of_output.to(dtype))]
 
     exact = gradients(torch.float32, rows)
