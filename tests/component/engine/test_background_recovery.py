@@ -247,7 +247,7 @@ async def test_an_engine_that_stops_while_it_repeats_loses_nothing(
         slow = SlowRepeats(trainer)
         async with restarted(harness, monkeypatch, slow):
             slow.allowed.release(5)
-            await until(lambda: slow.begun == 5)
+            await until(lambda: slow.begun == 5 and other.model_id not in harness.recovery._holds.models)
             await harness.stop()
             slow.allowed.release(100)
         assert harness.model_row(trainer.model_id).next_seq == (4 if interval_s < 1 else 0)
