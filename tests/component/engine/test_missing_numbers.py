@@ -15,12 +15,17 @@ from skyrl.engine import loop
 
 TIMEOUT_S = 0.1
 NEVER_CAME = "command 2 of this model has not arrived within 0.1 s"
+UNREACHED_TIMEOUT_S = 60.0
 
 
 @pytest.fixture
-async def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
+async def harness(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> AsyncIterator[Harness]:
+    """An engine that waits `TIMEOUT_S` for a number, or as long as the test's parameter says."""
+    timeout_s = getattr(request, "param", TIMEOUT_S)
     monkeypatch.setattr(loop, "SAFETY_POLL_S", TIMEOUT_S / 4)
-    async with harness_in(tmp_path / "state", missing_seq_id_timeout_s=TIMEOUT_S) as harness:
+    async with harness_in(tmp_path / "state", missing_seq_id_timeout_s=timeout_s) as harness:
         await harness.start()
         yield harness
 
@@ -58,6 +63,7 @@ async def test_commands_behind_a_number_that_never_comes_fail_and_name_it(harnes
     await as_without(harness, trainer)
 
 
+@pytest.mark.parametrize("harness", [UNREACHED_TIMEOUT_S], indirect=True)
 async def test_no_other_model_is_touched_and_an_unload_waits_for_nothing(harness: Harness) -> None:
     trainer, waiting = await with_a_hole(harness)
     other = await Trainer.create(harness)
