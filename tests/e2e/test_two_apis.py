@@ -150,6 +150,7 @@ def connected_beside(other: psutil.Process, server: MortalServer, session: str |
             return client
         finally:
             other.resume()
+        time.sleep(0.5)
 
 
 @contextmanager

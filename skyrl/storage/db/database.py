@@ -13,7 +13,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -39,6 +39,10 @@ Change = Callable[[Connection], object]
 
 BUSY_TIMEOUT_MS = 30_000
 """How long a transaction waits for a lock."""
+
+IDLE_WRITER_MS = 20_000
+"""PostgreSQL: how long a write transaction may be without a statement. Then PostgreSQL ends its connection, so that a
+process that hangs, on any machine, does not hold the write lock for ever. Others wait longer (BUSY_TIMEOUT_MS)."""
 
 CONNECT_TIMEOUT_S = 10
 """PostgreSQL: after this long without an answer a new or an open connection fails."""
@@ -95,7 +99,8 @@ class Database:
                 self.unordered_writer = self.writer
             else:
                 self.reader = _server(parsed, "REPEATABLE READ")
-                self.writer = self._syncing_writer = _server(parsed, "READ COMMITTED")
+                idle = {"idle_in_transaction_session_timeout": IDLE_WRITER_MS}
+                self.writer = self._syncing_writer = _server(parsed, "READ COMMITTED", idle)
                 event.listen(self.writer, "begin", _lock_writes)
                 self.unordered_writer = self.writer.execution_options(**{UNORDERED: True})
                 for engine in (self.reader, self.writer):
@@ -212,9 +217,11 @@ def _supported(url: URL) -> URL:
     return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
 
 
-def _server(url: URL, isolation_level: Any) -> Engine:
+def _server(url: URL, isolation_level: Any, settings: Mapping[str, int] | None = None) -> Engine:
     """An engine on PostgreSQL. It tests a connection before each use, and replaces a broken one."""
-    options = f"{url.query.get('options', '')} -c lock_timeout={BUSY_TIMEOUT_MS}".strip()
+    settings = {"lock_timeout": BUSY_TIMEOUT_MS, **(settings or {})}
+    given = " ".join(f"-c {name}={value}" for name, value in settings.items())
+    options = f"{url.query.get('options', '')} {given}".strip()
     arguments = {
         "options": options,
         "connect_timeout": CONNECT_TIMEOUT_S,

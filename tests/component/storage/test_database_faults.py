@@ -7,7 +7,7 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from adapter_hosts import HostWithAllAdapters
 from api_harness import Api, Serve, sample_body, tokens
 from fake_upstream import FakeUpstream, after, complete, hang_up
 from sqlalchemy import Engine, event, func, make_url, select
-from sqlalchemy.exc import OperationalError, ProgrammingError
+from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
 
 from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
@@ -32,6 +32,7 @@ from skyrl.storage.db.claims import claim, read_claim
 from skyrl.storage.db.database import Database, Fence, RetryingDatabase
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.engine_state import EngineState, read_state
+from skyrl.storage.db.faults import is_transient
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.row_statements import Group, RowConnection
 from skyrl.storage.db.sessions import sessions
@@ -151,6 +152,26 @@ async def test_each_kind_of_writing_request_gets_503_while_the_write_lock_is_hel
         assert count(database, rows.futures) == 0
         for path, body in sent.items():
             assert (await api.post(path, body)).status_code == 200
+
+
+@ON_POSTGRES
+def test_a_process_that_hangs_in_a_write_holds_up_no_other_process(
+    empty_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one on a machine that is suspended. It writes nothing when it goes on, and can write again."""
+    monkeypatch.setattr(database_module, "IDLE_WRITER_MS", 50)
+    with closing(Database(empty_url)) as hanging, closing(Database(empty_url)) as other:
+        hanging.write(lambda c: c.exec_driver_sql("CREATE TABLE numbers (n INT)"))
+        connection = hanging.writer.connect()
+        connection.exec_driver_sql("INSERT INTO numbers VALUES (1)")
+        other.write(lambda c: c.exec_driver_sql("INSERT INTO numbers VALUES (2)"))
+        with pytest.raises(DBAPIError) as ended:
+            connection.commit()
+        assert is_transient(ended.value)
+        connection.close()
+        hanging.write(lambda c: c.exec_driver_sql("INSERT INTO numbers VALUES (3)"))
+        numbers = other.read(lambda c: c.exec_driver_sql("SELECT n FROM numbers ORDER BY n").scalars().all())
+    assert numbers == [2, 3]
 
 
 @ON_SQLITE
