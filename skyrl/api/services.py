@@ -59,7 +59,7 @@ from skyrl.storage.db.row_caches import Keys
 from skyrl.storage.db.run_steps import Curves
 from skyrl.storage.db.samplers import Samplers
 from skyrl.storage.db.session_search import SessionSearch
-from skyrl.storage.db.sessions import Sessions
+from skyrl.storage.db.sessions import Continuity, Sessions
 from skyrl.storage.db.usage import Usage, UsageCounter
 from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.futures.store import FutureStore
@@ -95,7 +95,9 @@ class Services:
         self.keys = Keys(database, writer)
         self.counter = UsageCounter(writer)
         names = ByName.of(tuple(one.config for one in runtime.each))
-        self.sessions, self.samplers = Sessions(database, writer, peers), Samplers(database, writer, names.own)
+        continuity = Continuity()
+        self.sessions = Sessions(database, writer, peers, continuity)
+        self.samplers = Samplers(database, writer, names.own)
         self.models, self.checkpoints = Models(database, writer), Checkpoints(database, writer)
         self.checkpoint_store = open_store(config, metrics.traffic.count)
         self.copies = Copies(database, writer)
@@ -153,6 +155,7 @@ class Services:
             peers,
             alone=database.is_sqlite,
             most_bytes=config.agents.bytes,
+            continuity=continuity,
         )
         sampled = [SamplingModel(model.openai, model.watch.limits) for model in built if model.openai is not None]
         planner = Planner(sampled, self.openai_models, self.agent_continuations, grammars=config.openai_grammars)
@@ -169,7 +172,8 @@ class Services:
             self.futures, self.sampling, self.refresh, self.session_life.changed, live.look_again
         )
         self.clocks = SampleClocks(writer, process_id)
-        self.retention = Retention(database, writer, config.result_retention_s, config.agents.retention_s)
+        agents_s = config.agents.retention_s
+        self.retention = Retention(database, writer, config.result_retention_s, agents_s, continuity)
 
     async def refresh(self) -> None:
         """Read the engines' states."""

@@ -129,7 +129,7 @@ class FileSweeper:
         """The newest version at the last sweep."""
         self._expired: set[str] = set()
         """The checkpoint store's keys of expired checkpoints."""
-        self._started_at = time.time()
+        self._started_at, self._started_monotonic = time.time(), time.monotonic()
         self._remote = config.checkpoint_store is not None and not config.checkpoint_store.startswith("file:")
         self._listing_due = 0.0
 
@@ -225,7 +225,7 @@ class FileSweeper:
         now = time.time()
         if now >= self._listing_due:
             self._confirm_claim()
-            self._store.remove_leftovers(self._started_at, self._files.has_group)
+            self._store.remove_leftovers(self._before(), self._files.has_group)
             grace_s = LISTING_S if self._remote else GRACE_S
             listed = self._listed()
             versions = {key: version for key in listed if (version := version_at(key)) is not None}
@@ -271,10 +271,15 @@ class FileSweeper:
         kept = self._database.read(store_keys)
         return {key for key in keys - kept if key.partition("/")[0] not in groups}
 
+    def _before(self) -> float:
+        """Directories that are older than this (seconds since the epoch) are a dead engine's: this one had not started.
+        The clock may have been set back since."""
+        return min(self._started_at, time.time() - (time.monotonic() - self._started_monotonic))
+
     def _delete_leftovers(self) -> None:
         """Half-written directories of models that are not in scope stay: another engine may be writing them. Those
         beside the models' directories are only deleted, which several processes may do."""
-        config, before, files = self._config, self._started_at, self._files
+        config, before, files = self._config, self._before(), self._files
         for root in (config.adapters_dir, config.full_weights_dir, config.snapshots_dir):
             by_model = {id_of(path.name): path for path in subdirectories(root) if not is_scratch(path)}
             old = {model_id: found for model_id, path in by_model.items() if (found := old_scratch(path, before))}

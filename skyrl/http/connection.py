@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 import ssl
 from collections import deque
 from functools import lru_cache
@@ -25,6 +26,15 @@ NOT_HTTP = "the server's answer is not HTTP/1.1"
 """How a failure begins for which the server is to blame, and not the connection."""
 HIGH_WATER_BYTES = 256 * 2**10
 """Bytes of an answer that wait for a slow reader. Beyond them the server is read no further."""
+
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+"""A server's machine or a network link that is gone without a word breaks the connection within 30 s, however long an
+answer may take. Linux alone would take two hours."""
 
 
 class NotAccepted(Exception):
@@ -130,6 +140,9 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        made: socket.socket = transport.get_extra_info("socket")
+        for level, option, value in _KEEPALIVE:
+            made.setsockopt(level, option, value)
 
     def data_received(self, data: bytes) -> None:
         if not self.busy:

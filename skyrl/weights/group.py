@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from skyrl.weights.process_group import Group, join, listen
 from skyrl.weights.segments import KeptMemory
 from skyrl.weights.tensors import Part, check_sent, described, sent_as
-from skyrl.weights.workers import PauseMode, Workers, WorkersFailed
+from skyrl.weights.workers import PAUSE_S, SHORT_S, PauseMode, Workers, WorkersFailed
 
 TIMEOUT_S = 120.0
 
@@ -156,15 +156,26 @@ class TrainerGroup:
         if not name:
             return
         with contextlib.suppress(WorkersFailed):  # of a server that is gone, or was never in the group
-            await self._workers.post("/destroy_weights_update_group", {"group_name": name})
+            await self._workers.post("/destroy_weights_update_group", {"group_name": name}, timeout_s=PAUSE_S)
         if group is not None:
             await asyncio.to_thread(group.close)
 
 
-async def _both(sending: Any, telling: Any) -> tuple[Any, Any]:
-    """Both results. Waits for the end of both; what a server says is raised first, because it says more."""
-    sent, told = await asyncio.gather(sending, telling, return_exceptions=True)
-    for outcome in (told, sent):
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return sent, told
+async def _both(sending: Coroutine[Any, Any, Any], telling: Coroutine[Any, Any, Any]) -> tuple[Any, Any]:
+    """Both results. What a server says is raised first, because it says more. After a failed sending it has SHORT_S for
+    that: a server that hangs would say nothing for long."""
+    answers = asyncio.ensure_future(telling)
+    try:
+        (sent,) = await asyncio.gather(sending, return_exceptions=True)
+        failed = sent if isinstance(sent, BaseException) else None
+        try:
+            async with asyncio.timeout(None if failed is None else SHORT_S):
+                told = await answers
+        except TimeoutError:
+            assert failed is not None
+            raise failed from None
+        if failed is not None:
+            raise failed
+        return sent, told
+    finally:
+        answers.cancel()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import ssl
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ import httpx
 PauseMode = Literal["abort", "retract", "in_place"]
 UPDATE_S = 600.0
 SHORT_S = 30.0
+PAUSE_S = 60.0
+"""The most that a server may take to pause or to go on. One that hangs keeps all others paused meanwhile."""
 
 
 class WorkersFailed(RuntimeError):
@@ -59,10 +62,18 @@ class Workers:
         listed = next(iter(answers.values()))["workers"]
         return cls([worker["url"] for worker in listed if not worker.get("is_dead")], key, update_s)
 
-    async def post(self, path: str, body: Any = None, bodies: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    async def post(
+        self,
+        path: str,
+        body: Any = None,
+        bodies: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float = math.inf,
+    ) -> dict[str, Any]:
         """Ask all servers at once, with one body or with a body for each URL. The answer of each. Raises WorkersFailed
-        when a server does not answer, answers with an error, or with success false."""
-        return await self._each("POST", path, self._update_s, bodies or dict.fromkeys(self.urls, body or {}))
+        when a server does not answer in `timeout_s` or `update_s`, answers with an error, or with success false."""
+        within = min(timeout_s, self._update_s)
+        return await self._each("POST", path, within, bodies or dict.fromkeys(self.urls, body or {}))
 
     async def versions(self) -> dict[str, str]:
         """The version of the weights of each server. Raises WorkersFailed."""
@@ -106,15 +117,15 @@ class Workers:
             yield
             return
         try:
-            await self.post("/pause_generation", {"mode": mode})
+            await self.post("/pause_generation", {"mode": mode}, timeout_s=PAUSE_S)
             yield
         except BaseException as error:
             try:
-                await self.post("/continue_generation")
+                await self.post("/continue_generation", timeout_s=PAUSE_S)
             except WorkersFailed as paused:  # one whose weights are broken stays paused
                 error.add_note(f"Some servers are still paused: {paused}")
             raise
-        await self.post("/continue_generation")
+        await self.post("/continue_generation", timeout_s=PAUSE_S)
 
     async def _each(
         self, method: str, path: str, timeout_s: float, bodies: Mapping[str, Any] | None = None

@@ -24,6 +24,7 @@ from skyrl.chat.openai.errors import OpenAIError
 from skyrl.runtime.metrics.tallies import OK, SERVER_ERROR, USER_ERROR
 from skyrl.storage.db.agents import AgentSessions, AgentTurns
 from skyrl.storage.db.retention import PAUSE_S
+from skyrl.storage.db.sessions import Continuity
 from skyrl.storage.notices import PeerNotifier
 
 Dialect = Literal["chat", "messages", "responses"]
@@ -261,8 +262,9 @@ class LiveSession:
         """A turn that was continued was delivered."""
         return turn.id in self.delivered or self.tree.has_child(turn)
 
-    def over(self, now: float, most_bytes: int) -> EndReason | None:
-        """The limit that the session has reached at `now` (seconds since the epoch)."""
+    def over(self, now: float, most_bytes: int, idle_since: float) -> EndReason | None:
+        """The limit that the session has reached at `now`. Time before `idle_since` counts as used. Times in seconds
+        since the epoch."""
         limits = self.session.limits
         if len(self.tree) >= limits.turns:
             return "turns"
@@ -272,7 +274,7 @@ class LiveSession:
             return "bytes"
         if now >= self.session.created_at + limits.seconds:
             return "time"
-        return "idle" if not self.is_busy and now >= self.used_at + limits.idle_s else None
+        return "idle" if not self.is_busy and now >= max(self.used_at, idle_since) + limits.idle_s else None
 
     @property
     def tokens_left(self) -> int:
@@ -297,12 +299,14 @@ class LiveSessions:
         *,
         alone: bool,
         most_bytes: int,
+        continuity: Continuity,
     ) -> None:
         self._sessions = sessions
         self._turns = turns
         self._peers = peers
         self.alone = alone
         self._most_bytes = most_bytes
+        self._continuity = continuity
         self._metrics = metrics
         metrics.watch(lambda: len(self))
         self._live: OrderedDict[str, LiveSession] = OrderedDict()
@@ -327,7 +331,8 @@ class LiveSessions:
 
     async def end_if_over(self, live: LiveSession) -> EndReason | None:
         """End an open session that has reached a limit. Returns which."""
-        reason = live.over(time.time(), self._most_bytes)
+        now = time.time()
+        reason = live.over(now, self._most_bytes, now - self._continuity.look())
         if reason == "idle" and not self.alone:
             return None  # another process may have answered just now; the sweep knows of it
         if reason is not None:
@@ -362,7 +367,9 @@ class LiveSessions:
     async def end_over(self) -> None:
         """End the sessions whose time is over or that were idle for too long, whether they are in memory or not. Call
         it several times a minute."""
-        while (ended := await self._sessions.end_over(time.time())).total():
+        now = time.time()
+        idle_since = now - self._continuity.look()
+        while (ended := await self._sessions.end_over(now, idle_since=idle_since)).total():
             for reason, number in ended.items():
                 self._metrics.ended(reason, number)
             await asyncio.sleep(PAUSE_S)

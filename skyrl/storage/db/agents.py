@@ -255,11 +255,11 @@ class AgentSessions:
         statement = update(sessions).where(open_one).values(ended_at=now, end_reason=reason)
         return await self._writer.transact(lambda c: c.execute(statement).rowcount > 0)
 
-    async def end_over(self, now: float, limit: int = MAX_NAMED) -> Counter[EndReason]:
+    async def end_over(self, now: float, limit: int = MAX_NAMED, *, idle_since: float = 0.0) -> Counter[EndReason]:
         """End at most `limit` open sessions whose time is over or that were idle for too long. Returns how many, by
         reason: of several processes that do this, one counts a session. Whether a session was idle is known USES_LATE_S
-        later."""
-        return await self._writer.transact(lambda c: _end_over(c, now, limit))
+        later. Time before `idle_since` counts as used. Times in seconds since the epoch."""
+        return await self._writer.transact(lambda c: _end_over(c, now, limit, idle_since))
 
     async def reward(self, session_id: str, tenant: str, reward: float) -> bool:
         """Give a session its reward, in place of an earlier one. False if the tenant has no such session."""
@@ -284,9 +284,10 @@ class AgentSessions:
             raise
 
 
-def _end_over(connection: Connection, now: float, limit: int) -> Counter[EndReason]:
+def _end_over(connection: Connection, now: float, limit: int, idle_since: float) -> Counter[EndReason]:
     over = sessions.c.created_at + sessions.c.limits["seconds"].as_float() <= now
-    idle = sessions.c.used_at + sessions.c.limits["idle_s"].as_float() <= now - USES_LATE_S
+    idle_s, known_until = sessions.c.limits["idle_s"].as_float(), now - USES_LATE_S
+    idle = and_(sessions.c.used_at + idle_s <= known_until, idle_s <= known_until - idle_since)
     found = select(sessions.c.id).where(sessions.c.ended_at.is_(None), or_(over, idle)).limit(limit)
     values = {"ended_at": now, "end_reason": case((over, "time"), else_="idle")}
     ended = update(sessions).where(sessions.c.id.in_(found)).values(values).returning(sessions.c.end_reason)

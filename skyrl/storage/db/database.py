@@ -13,7 +13,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -41,11 +41,27 @@ BUSY_TIMEOUT_MS = 30_000
 """How long a transaction waits for a lock."""
 
 IDLE_WRITER_MS = 20_000
-"""PostgreSQL: how long a write transaction may be without a statement. Then PostgreSQL ends its connection, so that a
-process that hangs, on any machine, does not hold the write lock for ever. Others wait longer (BUSY_TIMEOUT_MS)."""
+IDLE_READER_MS = 120_000
+"""PostgreSQL: how long a transaction may be without a statement. Then PostgreSQL ends its connection. A writer that
+hangs, on any machine, must not hold the write lock for ever; others wait for it longer (BUSY_TIMEOUT_MS). A reader that
+hangs keeps deleted rows on the disk."""
+
+SERVER_LINK = {"tcp_keepalives_idle": 10, "tcp_keepalives_interval": 5, "tcp_keepalives_count": 2}
+"""The same of PostgreSQL's side, as LINK: it ends the transaction of a host that is gone amid a statement."""
 
 CONNECT_TIMEOUT_S = 10
-"""PostgreSQL: after this long without an answer a new or an open connection fails."""
+"""PostgreSQL: how long a new connection may take, and how long sent bytes may stay without an acknowledgement."""
+
+LINK = {
+    "connect_timeout": CONNECT_TIMEOUT_S,
+    "tcp_user_timeout": 1000 * CONNECT_TIMEOUT_S,
+    "keepalives": 1,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 2,
+}
+"""libpq's parameters of a connection, unless the URL has its own: a host or a network link that is gone without a word
+is noticed within 20 s, also while an answer is awaited. Linux alone would take two hours."""
 
 WRITE_LOCK = 0x736B79726C
 """PostgreSQL: the number of the advisory lock that every write transaction holds. The bytes spell `skyrl`."""
@@ -98,9 +114,8 @@ class Database:
                 self._syncing_writer = self._sqlite("BEGIN IMMEDIATE", "FULL")
                 self.unordered_writer = self.writer
             else:
-                self.reader = _server(parsed, "REPEATABLE READ")
-                idle = {"idle_in_transaction_session_timeout": IDLE_WRITER_MS}
-                self.writer = self._syncing_writer = _server(parsed, "READ COMMITTED", idle)
+                self.reader = _server(parsed, "REPEATABLE READ", IDLE_READER_MS)
+                self.writer = self._syncing_writer = _server(parsed, "READ COMMITTED", IDLE_WRITER_MS)
                 event.listen(self.writer, "begin", _lock_writes)
                 self.unordered_writer = self.writer.execution_options(**{UNORDERED: True})
                 for engine in (self.reader, self.writer):
@@ -217,19 +232,19 @@ def _supported(url: URL) -> URL:
     return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
 
 
-def _server(url: URL, isolation_level: Any, settings: Mapping[str, int] | None = None) -> Engine:
+def _server(url: URL, isolation_level: Any, idle_ms: int) -> Engine:
     """An engine on PostgreSQL. It tests a connection before each use, and replaces a broken one."""
-    settings = {"lock_timeout": BUSY_TIMEOUT_MS, **(settings or {})}
+    settings = {"lock_timeout": BUSY_TIMEOUT_MS, "idle_in_transaction_session_timeout": idle_ms, **SERVER_LINK}
     given = " ".join(f"-c {name}={value}" for name, value in settings.items())
-    options = f"{url.query.get('options', '')} {given}".strip()
-    arguments = {
-        "options": options,
-        "connect_timeout": CONNECT_TIMEOUT_S,
-        "tcp_user_timeout": 1000 * CONNECT_TIMEOUT_S,
-    }
+    arguments = {"options": f"{url.query.get('options', '')} {given}".strip(), **_link(url)}
     return create_engine(
         url, isolation_level=isolation_level, pool_pre_ping=True, hide_parameters=True, connect_args=arguments
     )
+
+
+def _link(url: URL) -> dict[str, str]:
+    """The parameters of LINK that the URL does not have."""
+    return {name: str(value) for name, value in LINK.items() if name not in url.query}
 
 
 def _lock_writes(connection: Connection) -> None:
@@ -256,8 +271,10 @@ def shown_url(url: str) -> str:
 
 
 def postgres_conninfo(url: str) -> str:
-    """A PostgreSQL URL as libpq reads it, with its password: for connections that do not go through SQLAlchemy."""
-    return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
+    """A PostgreSQL URL as libpq reads it, with its password and LINK: for connections that do not go through
+    SQLAlchemy."""
+    parsed = make_url(url).set(drivername="postgresql")
+    return parsed.update_query_dict(_link(parsed)).render_as_string(hide_password=False)
 
 
 FIRST_RETRY_S = 0.1

@@ -17,6 +17,7 @@ from skyrl.storage.db import agents, pictures, run_steps
 from skyrl.storage.db.adapter_versions import forget_closed
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
+from skyrl.storage.db.sessions import Continuity
 from skyrl.storage.db.tables import ModelRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
@@ -35,6 +36,10 @@ AGENT_SESSIONS_S = 7 * 24 * 3600.0
 
 HISTORY_S = 90 * 24 * 3600.0
 """How long a step of a run's history is kept after its last change."""
+
+AFTER_GAP_S = 300.0
+"""After a gap (see `Continuity`) results are kept this long, or `retention_s` if that is less: clients fetch now what
+ended before it."""
 
 SPARE_PAGES = 512
 SPARE_SHARE = 4
@@ -103,11 +108,14 @@ class Retention:
         writer: GroupCommitWriter,
         retention_s: float,
         agent_retention_s: float = AGENT_SESSIONS_S,
+        continuity: Continuity | None = None,
     ) -> None:
+        """Without `continuity` nothing waits after a gap."""
         self._database = database
         self._writer = writer
         self._retention_s = retention_s
         self._agent_retention_s = agent_retention_s
+        self._continuity = continuity
         self._log_limit = LONG_LOG_BYTES
 
     async def sweep(self) -> None:
@@ -126,7 +134,8 @@ class Retention:
 
     async def _forget(self) -> None:
         now = time.time()
-        await self._in_steps(lambda c: forget(c, now - self._retention_s, FORGET_ROWS), 1)
+        if self._continuity is None or self._continuity.look() >= min(self._retention_s, AFTER_GAP_S):
+            await self._in_steps(lambda c: forget(c, now - self._retention_s, FORGET_ROWS), 1)
         await self._in_steps(lambda c: forget_closed(c, now - SAMPLING_SESSIONS_S, FORGET_ROWS), FORGET_ROWS)
         await self._in_steps(lambda c: pictures.forget(c, now), 1)
         await self._in_steps(lambda c: agents.forget(c, now - self._agent_retention_s), 1)

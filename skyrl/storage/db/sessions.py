@@ -24,21 +24,39 @@ from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.notices import PeerNotifier
 
 LONG_LOOK_S = 20.0
-"""If the time between two looks is longer, looks have failed or the process was stopped. Heartbeats may be missing from
-that time, so no session is silent for a whole timeout after it."""
+"""If the time between two looks is longer, looks have failed or the process was stopped."""
 
 WATCHED = 0.5
 """The part of the timeout for which a row is watched. Before that, its heartbeat must be older than the rest of the
 timeout by this process's clock. So a wrong clock ends no session before it was watched for this part."""
 
 
-class SilenceWatch:
-    """The watched sessions of one API process."""
+class Continuity:
+    """How long this process has run without a gap. A gap is a start, a time in which the process was stopped or its
+    machine suspended, or a clock that was set. Clients could not reach the process, or their times are wrong: what is
+    missing from a gap does not count as their silence."""
 
     def __init__(self) -> None:
+        self._since = self._looked_at = time.monotonic()
+        self._offset = time.time() - self._looked_at
+
+    def look(self) -> float:
+        """Seconds since the last gap. Between two calls must be less than LONG_LOOK_S, or that time counts as a gap."""
+        now = time.monotonic()
+        offset = time.time() - now
+        if now - self._looked_at > LONG_LOOK_S or abs(offset - self._offset) > LONG_LOOK_S:
+            self._since = now
+        self._looked_at, self._offset = now, offset
+        return now - self._since
+
+
+class SilenceWatch:
+    """The watched sessions of one API process. No session is silent for a whole timeout after a gap."""
+
+    def __init__(self, continuity: Continuity) -> None:
         self._watched: dict[str, tuple[float, float]] = {}
         """By session: its last heartbeat, and the monotonic time since which it has been the same."""
-        self._looked_at = self._trusted_since = time.monotonic()
+        self._continuity = continuity
 
     @staticmethod
     def oldest_fresh(timeout_s: float) -> float:
@@ -49,17 +67,14 @@ class SilenceWatch:
         """`old` has the last heartbeats of all active sessions that are to be watched. Returns the ids of those that
         are silent, and of those that were watched until now and are not in `old` any more: they have sent a heartbeat,
         or have ended."""
-        now = time.monotonic()
-        if now - self._looked_at > LONG_LOOK_S:
-            self._trusted_since = now
-        self._looked_at = now
+        now, without_gap_s = time.monotonic(), self._continuity.look()
         before, self._watched = self._watched, {}
         silent: list[str] = []
         for session_id, heartbeat_at in old.items():
             last, since = before.pop(session_id, (None, now))
             since = since if last == heartbeat_at else now
             self._watched[session_id] = (heartbeat_at, since)
-            if now - since >= timeout_s * WATCHED and now - self._trusted_since >= timeout_s:
+            if now - since >= timeout_s * WATCHED and without_gap_s >= timeout_s:
                 silent.append(session_id)
         return silent, list(before)
 
@@ -152,12 +167,18 @@ class Sessions:
     Other processes tell which sessions they have ended or changed. `look` finds what was not told, and silent sessions.
     """
 
-    def __init__(self, database: Database, writer: GroupCommitWriter, notifier: PeerNotifier | None = None) -> None:
+    def __init__(
+        self,
+        database: Database,
+        writer: GroupCommitWriter,
+        notifier: PeerNotifier | None = None,
+        continuity: Continuity | None = None,
+    ) -> None:
         self._database = database
         self._writer = writer
         self._notifier = notifier or PeerNotifier()
         self._known: dict[str, Session] = {}
-        self._silence = SilenceWatch()
+        self._silence = SilenceWatch(continuity or Continuity())
         self._compared_at = float("-inf")
         self._rows = BatchedRows(self._read)
 

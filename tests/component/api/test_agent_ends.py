@@ -24,6 +24,7 @@ from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.errors import RequestError
 from skyrl.chat.agents.live_sessions import LiveSession, RunningTurn
 from skyrl.storage.db.database import MAX_NAMED
+from skyrl.storage.db.sessions import Continuity
 from tests.postgres_server import ON_BOTH, ON_BOTH_SLOWLY, ON_POSTGRES
 
 BRANCHES, LIMIT = 100, 20
@@ -303,13 +304,15 @@ async def test_an_answer_of_another_process_counts_as_use(api: Api) -> None:
 
 
 @ON_BOTH_SLOWLY
-async def test_sessions_that_end_unasked_are_counted_once_by_reason(api: Api) -> None:
+async def test_sessions_that_end_unasked_are_counted_once_by_reason(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     now, old = time.time(), MAX_NAMED + 3
     for number in range(old):
         await create(api, f"old{number}", created_at=now - LONG_S, used_at=now)
     await create(api, "idle", created_at=now, used_at=now - LONG_S)
     await create(api, "open", created_at=now, used_at=now)
     before = await scrape(api)
+    await api.services.agents.live.end_over()  # this process has just started: for all it knows, none was idle
+    monkeypatch.setattr(Continuity, "look", lambda _: LONG_S)
     for _ in range(2):
         await api.services.agents.live.end_over()
     after = await scrape(api)

@@ -410,8 +410,9 @@ async def test_the_files_of_replaced_and_expired_checkpoints_are_deleted(
     assert [f"{directory.name}/{path.name}" for path in directory.iterdir()] == [row.store_key]
 
 
+@pytest.mark.parametrize("clock_set_back_s", [0.0, 7200.0])
 async def test_the_sweep_keeps_files_being_written_and_deletes_those_of_dead_engines(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, clock_set_back_s: float
 ) -> None:
     monkeypatch.setattr(sweeping, "GRACE_S", 0.0)
     trainer = await Trainer.create(harness)
@@ -421,7 +422,8 @@ async def test_the_sweep_keeps_files_being_written_and_deletes_those_of_dead_eng
         for found in (ours, dead):
             found.append(scratch_in(root / safe_name(trainer.model_id)))
             found[-1].mkdir(parents=True)
-        os.utime(dead[-1], (time.time() - 60, time.time() - 60))
+        os.utime(dead[-1], (time.time() - 3600, time.time() - 3600))
+    harness.parts.sweeper._started_at += clock_set_back_s
     closed = await Trainer.create(harness)
     await closed.step(1)
     harness.snapshots.take(closed.model_id, 4)

@@ -153,6 +153,14 @@ async def test_sessions_end_when_their_time_is_over_or_nothing_was_asked(session
     assert found == {"idle": "idle", "over": "time", "used": None, "ended": "called"}
 
 
+async def test_time_in_which_nobody_could_ask_is_no_idle_time(sessions: AgentSessions) -> None:
+    await sessions.create(session("a"), 9)
+    known = NOW + 5 * LIMITS.idle_s
+    end = known + rows.USES_LATE_S
+    assert await sessions.end_over(end, idle_since=known - LIMITS.idle_s + 1) == {}
+    assert await sessions.end_over(end, idle_since=known - LIMITS.idle_s) == {"idle": 1}
+
+
 async def test_a_use_that_is_not_written_yet_keeps_a_session_from_counting_as_idle(sessions: AgentSessions) -> None:
     await sessions.create(session("a"), 9)
     assert await sessions.end_over(NOW + LIMITS.idle_s + rows.USES_LATE_S - 1) == {}

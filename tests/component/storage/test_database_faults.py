@@ -4,6 +4,8 @@ afterwards."""
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +31,7 @@ from skyrl.sampling.servers import EndpointUnknown, EngineEndpoint
 from skyrl.storage.db import database as database_module
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.claims import claim, read_claim
-from skyrl.storage.db.database import Database, Fence, RetryingDatabase
+from skyrl.storage.db.database import Database, Fence, RetryingDatabase, postgres_conninfo
 from skyrl.storage.db.engine_publisher import EngineStatePublisher
 from skyrl.storage.db.engine_state import EngineState, read_state
 from skyrl.storage.db.faults import is_transient
@@ -41,6 +43,7 @@ from tests.component.api.test_forwarding_failures import JOB
 from tests.databases import hold_records
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, ON_SQLITE, PostgresServer
 
+SERVER_NAMES = ("idle", "interval", "count")
 LARGE = {"unknown": "x" * 200_000}
 """A body that does not fit into the free pages of a small file; bodies are stored unchanged."""
 
@@ -152,6 +155,31 @@ async def test_each_kind_of_writing_request_gets_503_while_the_write_lock_is_hel
         assert count(database, rows.futures) == 0
         for path, body in sent.items():
             assert (await api.post(path, body)).status_code == 200
+
+
+@ON_POSTGRES
+def test_both_ends_of_every_connection_notice_a_host_that_is_gone(empty_url: str) -> None:
+    """Without a word from it, and also while one waits for the other's answer; a URL may say how soon."""
+    waits = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 2}
+
+    def options_of(connection: Any) -> dict[int, int]:
+        with socket.socket(fileno=os.dup(connection.fileno())) as link:
+            assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            return {option: link.getsockopt(socket.IPPROTO_TCP, option) for option in waits}
+
+    with closing(Database(empty_url)) as database, closing(Database(f"{empty_url}?keepalives_idle=7")) as own:
+        with database.reader.connect() as reader, database.writer.connect() as writer:
+            for each in (reader, writer):
+                shown = [each.exec_driver_sql(f"SHOW tcp_keepalives_{name}").scalar() for name in SERVER_NAMES]
+                assert shown == ["10", "5", "2"]
+                assert options_of(each.connection.driver_connection) == waits
+        with closing(database.connect_driver()) as driver:
+            assert options_of(driver) == waits
+        with psycopg.connect(postgres_conninfo(database.url)) as notices:
+            assert options_of(notices) == waits
+        for conninfo in (own.writer.raw_connection().driver_connection, psycopg.connect(postgres_conninfo(own.url))):
+            with closing(conninfo) as connection:
+                assert options_of(connection) == waits | {socket.TCP_KEEPIDLE: 7}
 
 
 @ON_POSTGRES

@@ -21,6 +21,7 @@ from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.migrate import migrate
 from skyrl.storage.db.retention import Retention
+from skyrl.storage.db.sessions import Continuity
 from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_SQLITE
 
@@ -127,6 +128,20 @@ async def test_the_growth_of_the_file_per_sample_is_bounded(database: Database, 
     start = size(database, file)
     record(database, ROUND, JUST_NOW)
     assert (size(database, file) - start) / ROUND <= 6_000
+
+
+async def test_results_stay_for_a_while_after_a_gap(
+    database: Database, writer: GroupCommitWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients fetch now what ended before it."""
+    record(database, 3, LONG_AGO)
+    continuity = Continuity()
+    sweeper = Retention(database, writer, RETENTION_S, continuity=continuity)
+    await sweeper.sweep()
+    assert database.read(count) == 3
+    monkeypatch.setattr(continuity, "look", lambda: retention.AFTER_GAP_S)
+    await sweeper.sweep()
+    assert database.read(count) == 0
 
 
 async def test_young_and_pending_requests_are_kept(database: Database, writer: GroupCommitWriter) -> None:

@@ -22,7 +22,16 @@ from cryptography.x509.oid import NameOID
 from skyrl.http import connection as connection_module
 from skyrl.http.answers import Answer
 from skyrl.http.client import HttpClient
-from skyrl.http.connection import HIGH_WATER_BYTES, MAX_HEAD_BYTES, Connection, Interrupted, NotAccepted, Origin, Pool
+from skyrl.http.connection import (
+    HIGH_WATER_BYTES,
+    MAX_HEAD_BYTES,
+    Connection,
+    Interrupted,
+    NotAccepted,
+    Origin,
+    Pool,
+    connect,
+)
 
 LONG_S = 20.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\nContent-Length: 2\r\n\r\n{}"
@@ -417,6 +426,18 @@ async def test_connections_that_a_peak_needed_stay_open_while_there_is_traffic()
         kept.give_back(SERVER, taken)
     assert not any(connection.closed for connection in peak)
     kept.close()
+
+
+async def test_a_connection_breaks_when_its_servers_machine_is_gone_without_a_word() -> None:
+    """Else a request would wait for its answer until its deadline."""
+    async with serving(Server(OK)) as server:
+        connection = await connect(connection_module.address_of(server.url).origin)
+        assert connection.transport is not None
+        link = connection.transport.get_extra_info("socket")
+        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        tcp = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
+        assert [link.getsockopt(socket.IPPROTO_TCP, option) for option in tcp] == [15, 5, 3]
+        connection.abort()
 
 
 async def test_the_most_recently_used_connection_is_taken_while_no_other_is_about_to_be_too_old() -> None:

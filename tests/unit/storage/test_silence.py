@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from skyrl.storage.db import sessions
-from skyrl.storage.db.sessions import LONG_LOOK_S, SilenceWatch
+from skyrl.storage.db.sessions import LONG_LOOK_S, Continuity, SilenceWatch
 
 TIMEOUT_S = 300.0
 
@@ -29,7 +29,7 @@ class World:
     """Looks every 5 s at one session that was last heard of at `heard_at`."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.watch, self.heard_at = clock, SilenceWatch(), clock.now
+        self.clock, self.watch, self.heard_at = clock, SilenceWatch(Continuity()), clock.now
         self.unwatched: list[str] = []
 
     def look(self) -> list[str]:
@@ -88,6 +88,18 @@ def test_time_without_looks_does_not_count(world: World) -> None:
     looked_again_at = world.clock.now
     world.silent_after()
     assert world.clock.now - looked_again_at == TIMEOUT_S
+
+
+@pytest.mark.parametrize("ahead_s", [LONG_LOOK_S + 1, -LONG_LOOK_S - 1])
+def test_a_clock_that_is_set_and_a_suspended_machine_are_gaps(world: World, ahead_s: float) -> None:
+    """The monotonic clock of a suspended machine stands still."""
+    continuity = Continuity()
+    world.clock.now += 15
+    assert continuity.look() == 15
+    world.clock.ahead_s += ahead_s
+    assert continuity.look() == 0
+    world.clock.now += 5
+    assert continuity.look() == 5
 
 
 def test_a_heartbeat_at_any_process_ends_the_watch_and_is_told_once(world: World) -> None:
