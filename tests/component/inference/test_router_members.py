@@ -101,7 +101,7 @@ async def test_the_group_tells_a_router_that_has_lost_its_workers() -> None:
 async def test_a_replica_that_hangs_is_not_registered_again_before_it_answers() -> None:
     async with (
         servers(2) as (one, two),
-        running_router(**ROUTER, health_check_timeout_s=0.05) as router,
+        running_router(**ROUTER, health_check_timeout_s=1.0) as router,
         grouped(router, one, two) as (group, _),
     ):
         await until(lambda: used(router) == {one.url, two.url})

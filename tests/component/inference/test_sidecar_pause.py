@@ -303,7 +303,7 @@ async def test_a_pause_of_unknown_outcome_is_undone(outcome: str) -> None:
         exchange.break_off()
 
     vllm.answer["/pause?mode=keep&clear_cache=false"] = paused_all_the_same
-    async with sidecar_before(vllm, rpc_s=0.1) as sidecar:
+    async with sidecar_before(vllm, rpc_s=1.0) as sidecar:
         status, answer = await sidecar.post("/pause_generation", {"mode": "in_place"})
         assert (status, answer["message"].partition(":")[0]) == (503, "generation was not paused")
         assert (await sidecar.generate())[0] == 200

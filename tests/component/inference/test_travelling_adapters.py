@@ -12,7 +12,7 @@ import pytest
 from adapter_world import World, world_in
 from engine_harness import Harness, Killed, Trainer, harness_in, until
 from fake_upstream import LOAD, Received, after, hang_up
-from replicas import UNLOAD, WELL, group_of, servers
+from replicas import TIMEOUTS, UNLOAD, WELL, group_of, servers
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
@@ -24,7 +24,7 @@ from skyrl.engine.publishing import adopt_adapters
 from skyrl.engine.sweeping import FileSweeper
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, StoredAdapters
 from skyrl.inference.remote.references import reference_to
-from skyrl.inference.replica import Addresses, CallTimeouts, Replica
+from skyrl.inference.replica import Addresses, Replica
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
 from skyrl.storage.checkpoint_store.versions import ADAPTER_FILES, version_key
 from skyrl.storage.db import checkpoints
@@ -290,8 +290,7 @@ async def test_a_hanging_replica_keeps_no_stored_files_and_is_asked_to_unload_un
         for adapter in (a, b):
             with harness.checkpoint_store.writing(version_key(adapter)) as directory:
                 (directory / "adapter_config.json").write_text("{}")
-        timeouts = CallTimeouts(unload_s=0.2)
-        replica = Replica("vllm", Addresses.same(server.url), "key", stored_adapters(harness), timeouts)
+        replica = Replica("vllm", Addresses.same(server.url), "key", stored_adapters(harness), TIMEOUTS)
         group, published = group_of(replica, watching_s=1000.0, grace_s=1000.0)
         watching = asyncio.create_task(group.run())
         await until(lambda: bool(published))

@@ -35,6 +35,7 @@ from skyrl.rollout import (
 from skyrl.rollout.client import ROUTING_KEY
 from skyrl.rollout.strategies import PlainStrategy
 from skyrl.router.middleware import RouterContext
+from tests.component.loop_clock import LoopClock
 from tests.component.router_world import Exchange, FakeWorker, running_router, steps, until, until_left
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "text_rollouts.py"
@@ -383,9 +384,13 @@ async def test_a_refused_connection_is_tried_again_until_the_deadline() -> None:
             assert (await asked).tokens == (7,)
         finally:
             await engine.stop()
-    async with RolloutClient(RolloutConfig(rollout_router_port=engine.port, rollout_deadline_s=0.3)) as client:
-        with pytest.raises(RolloutTimeout, match=r"no sample within 0.3 s; last failure: .*Connect"):
-            await client.generate(REQUEST)
+    clock = LoopClock()
+    async with RolloutClient(RolloutConfig(rollout_router_port=engine.port, rollout_deadline_s=600)) as client:
+        asked = asyncio.create_task(client.generate(REQUEST))
+        await until(lambda: client.counters.unavailable >= 1)
+        clock.advance(600)
+        with pytest.raises(RolloutTimeout, match=r"no sample within 600 s; last failure: .*Connect"):
+            await asked
 
 
 async def test_an_interrupted_worker_is_asked_again_unless_configured_otherwise() -> None:
@@ -500,11 +505,15 @@ async def test_abort_all_ends_a_call_that_waits_to_be_sent_again() -> None:
 async def test_abort_all_names_a_worker_that_does_not_become_idle() -> None:
     engine = Engine()
     engine.answers_aborts = False
-    async with client_of(engine, rollout_abort_timeout_s=0.5) as client:
+    clock = LoopClock()
+    async with client_of(engine, rollout_abort_timeout_s=600) as client:
         call = asyncio.create_task(client.generate(REQUEST))
         await until(lambda: bool(engine.running))
+        aborting = asyncio.create_task(client.abort_all())
+        await until(lambda: engine.aborts >= 2)  # the first round has counted the requests
+        clock.advance(600)
         with pytest.raises(RolloutTimeout, match=rf"{engine.url}: 1 requests; requests of this client: 1"):
-            await client.abort_all()
+            await aborting
         call.cancel()
 
 

@@ -283,7 +283,7 @@ async def test_waiting_for_new_weights_has_a_bound() -> None:
 
 async def test_requests_do_not_wait_for_a_worker_that_stays_out_after_its_change() -> None:
     worker = Trained("only")
-    async with running_router(worker, limits=Limits(change_s=5)) as router:
+    async with running_router(worker, limits=Limits(change_s=ENDS_S)) as router:
         async with changing(router, worker):
             waiting = asyncio.create_task(router.session.post(router.url + SAMPLE, data=b"x").__aenter__())
             await until(lambda: len(router.server.server_state.tasks) == 2)
@@ -365,7 +365,7 @@ async def test_each_worker_gets_ranks_of_its_own() -> None:
 async def test_no_group_is_formed_while_the_ranks_of_a_worker_are_not_known(
     status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skyrl.router.admin.RANKS_S", 0.2)
+    monkeypatch.setattr("skyrl.router.admin.RANKS_S", 2.0)  # the other worker answers within it
     async with two() as (router, first, second):
         second.answers["/server_info"] = (status, {})
         found, answer = await post(router, INIT, {"rank_offset": 1, "world_size": 3})
