@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 from adapter_hosts import HostWithAllAdapters
+from engine_harness import until
 from fake_upstream import FakeUpstream, Received, Reply, error, fake_upstream, hang_up, never, reply
 
 from skyrl.base.pictures.picture import PlacedPicture, digest_of
@@ -210,12 +211,14 @@ async def test_a_sample_that_waits_for_its_answer_keeps_no_file(
     client: ForwardingClient, upstream: FakeUpstream, files: Files
 ) -> None:
     script.append(never)
-    before = sys.getrefcount(files.stored[PICTURE.digest])
+
+    def references() -> int:
+        return sys.getrefcount(files.stored[PICTURE.digest])
+
+    before = references()
     sample = asyncio.create_task(client.sample(JOB))
     await upstream.until(lambda server: server.busy == 1)
-    await asyncio.sleep(0.1)  # the client sees that all has been sent
-    after = sys.getrefcount(files.stored[PICTURE.digest])
-    assert after == before
+    await until(lambda: references() == before)  # once the client sees that all has been sent
     assert files.reads == 1
     assert not sample.done()
     sample.cancel()

@@ -13,6 +13,7 @@ import pytest
 from api_harness import LONG_S, Api, Serve, scrape
 from engine_harness import until
 from fake_upstream import FakeUpstream, Received, Reply, after, error, hang_up, never, reply
+from loop_clock import LoopClock
 from openai_requests import (
     ADAPTER,
     DEAD,
@@ -100,9 +101,12 @@ async def test_an_aborted_answer_is_asked_for_again(api: Api, upstream: FakeUpst
 async def test_a_failure_that_stays_is_a_503_that_tells_nothing_of_the_server(
     serve: Serve, upstream: FakeUpstream, caplog: pytest.LogCaptureFixture
 ) -> None:
-    upstream.default = error(503, "no GPU at /secret/path")
-    async with serve(forwarding_deadline_s=0.2) as api:
-        answer = await ask(api, PROMPT, **{"X-Request-Id": "find-me"})
+    upstream.default, clock = error(503, "no GPU at /secret/path"), LoopClock()
+    async with serve(forwarding_deadline_s=LONG_S) as api:
+        asking = asyncio.create_task(ask(api, PROMPT, **{"X-Request-Id": "find-me"}))
+        await upstream.until(lambda server: len(server.completions) >= 2)  # the first answer has been read
+        clock.advance(LONG_S)
+        answer = await asking
     assert refusal(answer) == (503, None, "inference_failed")
     assert answer.headers["x-should-retry"] == "false"
     assert "secret" not in answer.text

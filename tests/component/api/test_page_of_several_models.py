@@ -9,9 +9,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from api_harness import BASE, Api
 from two_models import JUDGE, STUDENT, TEACHER
 
+from skyrl.api import served
 from skyrl.api.app import create_app
 from skyrl.http.server import Server
 from skyrl.runtime.processes.ports import listen
@@ -20,6 +22,12 @@ from skyrl.storage.db.engine_state import clear
 from tests.e2e.browser import DESK, NEEDS_CHROMIUM, PHONE, Browser, open_browser
 
 REASON = "cannot start: base_model: there is no directory /models/teacher"
+
+
+@pytest.fixture(autouse=True)
+def engines_count_as_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They write one heartbeat, and a busy machine needs longer to start the browser than that is good for."""
+    monkeypatch.setattr(served, "STALE_S", 1000.0)
 
 
 @asynccontextmanager

@@ -168,9 +168,9 @@ async def test_a_file_that_was_sent_before_may_be_named_by_its_digest(seeing_api
     unknown = await seeing_api.post("asample", sample_body(sampler, 0, prompt=prompt([5], pointer)))
     assert unknown.status_code == 400
     assert "prompt.chunks[1]: is not stored on this server any more" in unknown.text
-    await seeing_api.sample(sampler, 0, prompt=ABOUT)
-    promise = await seeing_api.sample(sampler, 1, prompt=prompt([5], pointer, [6, 7]))
-    assert tokens(await seeing_api.result(promise["request_id"])) == [[0, 1, 2]]
+    for seq_id, given in enumerate((ABOUT, prompt([5], pointer, [6, 7]))):
+        promise = await seeing_api.sample(sampler, seq_id, prompt=given)
+        assert tokens(await seeing_api.result(promise["request_id"])) == [[0, 1, 2]]
     first, second = requests(upstream)
     assert second["content_parts"] == first["content_parts"]
 

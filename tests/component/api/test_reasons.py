@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from api_harness import Api, Serve
@@ -17,6 +18,7 @@ from fake_upstream import FakeUpstream, after, complete
 
 import skyrl.api.routes.futures
 from skyrl.api.app import create_app
+from skyrl.api.request_status import finding
 from skyrl.base.types.activity import EngineActivity, ModelActivity, RecoveryProgress, WaitsFor, encode_activity
 from skyrl.base.types.requests import Kind
 from skyrl.http.server import Server
@@ -25,6 +27,15 @@ from skyrl.storage.db.database import Database
 from tests.e2e.sdk.matrix import isolated, versions
 
 pytestmark = pytest.mark.usefixtures("drain_at_once")
+
+
+NOW = time.time()
+"""In these tests no time passes for commands that wait: sentences with seconds are the same on a slow machine."""
+
+
+@pytest.fixture(autouse=True)
+def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "time", SimpleNamespace(time=lambda: NOW))
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +66,7 @@ async def training(api: Api) -> tuple[str, list[str]]:
 
 
 def waits(waits_for: WaitsFor, seq_id: int = 0, kind: Kind = Kind.CREATE_MODEL, tenant: str = "t") -> ModelActivity:
-    return ModelActivity(tenant, waits_for, time.time() - 12, str(kind), seq_id, 2, work_s=3.0)
+    return ModelActivity(tenant, waits_for, NOW - 12, str(kind), seq_id, 2, work_s=3.0)
 
 
 async def reason(api: Api, request_id: str) -> tuple[str, str]:
@@ -127,8 +138,9 @@ async def test_a_sample_says_that_the_inference_server_has_it_or_is_away(
     database.write(lambda c: engine_state.publish_url(c, None))
     async with serve() as api:
         lost = (await api.sample(await api.sampler(), 1))["request_id"]
-        await asyncio.sleep(0)
         state, sentence = await reason(api, lost)
+        while state == "active":  # the process has not looked for the inference server yet
+            state, sentence = await reason(api, lost)
         assert state == "paused_capacity"
         assert sentence == "the inference server has been away for 1 s; the sample is sent when it is back"
 

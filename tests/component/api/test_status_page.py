@@ -313,11 +313,13 @@ async def test_a_dead_engine_is_the_reason_for_server_and_runs(api: Api, databas
     api.services.served[0].readiness._readiness._found = None  # readiness is looked up once a second
     state = await ask(api, "state")
     assert state["server"]["ready"] is False
-    assert "the engine was last heard of 40 s ago" in state["server"]["reasons"][0]
+    silent = re.compile("the engine was last heard of 4[0-9] s ago")  # some of them have passed since
+    assert silent.search(state["server"]["reasons"][0])
     assert state_of(state["runs"], run)[0] == "waiting"
     [stuck] = state["stuck"]
-    assert stuck["sentence"].startswith("nothing can be trained now: the engine was last heard of 40 s ago")
-    assert "the engine was last heard of 40 s ago" in state_of(state["runs"], run)[1]
+    assert stuck["sentence"].startswith("nothing can be trained now: the engine was last heard of 4")
+    assert silent.search(stuck["sentence"])
+    assert silent.search(state_of(state["runs"], run)[1])
     box = await ask(api, "box")
     assert "last heard of" in box["trainer"]["trouble"]
     assert box["pending"] == {"CREATE_MODEL": 1}

@@ -71,7 +71,7 @@ async def test_new_weights_of_one_base_model_replace_none_of_another(api: Api, s
 async def held(api: Api, shared: Database, monkeypatch: pytest.MonkeyPatch) -> str:
     """The session of a model that has the place. Its requests have ended, and its client sends no heartbeat. Clients
     count as gone after a short time."""
-    for name, seconds in {"SILENT_S": 1.0, "WATCHED_S": 0.3, "LOOK_S": 0.05, "WAIT_S": 20.0}.items():
+    for name, seconds in {"SILENT_S": 1.0, "WATCHED_S": 1.0, "LOOK_S": 0.05, "WAIT_S": 20.0}.items():
         monkeypatch.setattr(session_life, name, seconds)
     session = (await api.post("create_session", {})).json()["session_id"]
     assert (await create(api, session, 0, STUDENT)).status_code == 200
@@ -119,7 +119,7 @@ async def test_a_client_that_lives_keeps_its_place(api: Api, shared: Database, h
             at = time.time()
             shared.write(lambda c: c.execute(update(sessions).where(sessions.c.id == held).values(heartbeat_at=at)))
 
-    asyncio.get_running_loop().call_later(0.5, change)
+    asyncio.get_running_loop().call_later(0.5, change)  # while the client is watched, on a slow machine too
     answer, _ = await create_beside(api, shared)
     assert (answer.status_code, status_of(shared, held)) == (400, "active")
     assert "is being trained now" in answer.text
