@@ -18,7 +18,7 @@ from tinker import types
 
 from .user import SECOND_NAME
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 WANTED = ("Model creation", "Sampling")
 
 

@@ -170,6 +170,7 @@ def kill_between_chunks(server: DemoServer) -> ClientSession:
             assert parent_end.poll(300), "the client did not start in time"
             holder = ClientSession(*parent_end.recv())
             gate.wait_reached()
+            proxy.wait_for(lambda: [call.told for call in proxy.seen("/forward_backward")].count(200) == 3)
         finally:
             process.kill()
             process.join()
