@@ -87,6 +87,7 @@ def test_an_engine_ends_with_the_reason_if_another_server_took_its_claim(engine:
             taken_over = True
         except OperationalError:  # the stopped engine is inside a write and holds the lock
             engine.process.send_signal(signal.SIGCONT)
+            time.sleep(0.5)  # or it is stopped again before it has gone on
     taken = engine.state()
     engine.process.send_signal(signal.SIGCONT)
     assert engine.ended() == 1
