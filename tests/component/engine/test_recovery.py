@@ -57,6 +57,7 @@ async def test_a_crash_after_every_command_changes_no_bit(tmp_path: Path) -> Non
         await harness.start()
         trainer = await Trainer.create(harness)
         for number in range(4):
+            await harness.sessions.beat(trainer.session)  # a slow machine may take minutes
             for seed, lengths in ((number, (9, 14)), (number + 1000, ())):
                 await trainer.result(await trainer.forward_backward(seed, None, *lengths))
                 await restart(harness)
