@@ -95,8 +95,8 @@ async def test_a_save_for_sampling_counts_its_time_and_its_bytes_on_their_way(ha
 
 async def test_the_oldest_command_is_shown_while_it_runs_and_while_it_waits(harness: Harness) -> None:
     trainer = await Trainer.create(harness)
-    metrics = harness.parts.metrics.commands
-    await until(lambda: metrics.oldest_accepted_at is None)
+    await trainer.result(trainer.creating or "")
+    await until(lambda: harness.scheduler.oldest is None)
     harness.scheduler.hold(trainer.model_id)
     first = await trainer.forward_backward(1, None, 12)
     await harness.queued(1)
@@ -113,7 +113,8 @@ async def test_a_command_that_hangs_in_the_backend_is_the_oldest(harness: Harnes
     """Then no other command need wait to make the age grow."""
     trainer = await Trainer.create(harness)
     metrics, ends = harness.parts.metrics.commands, threading.Event()
-    await until(lambda: metrics.oldest_accepted_at is None)
+    await trainer.result(trainer.creating or "")
+    await until(lambda: harness.scheduler.oldest is None and metrics.oldest_accepted_at is None)
     run = harness.backend.run
 
     def hang(passes: Any) -> Any:
