@@ -187,9 +187,10 @@ def test_a_process_that_hangs_in_a_write_holds_up_no_other_process(
     empty_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one on a machine that is suspended. It writes nothing when it goes on, and can write again."""
-    monkeypatch.setattr(database_module, "IDLE_WRITER_MS", 50)
-    with closing(Database(empty_url)) as hanging, closing(Database(empty_url)) as other:
-        hanging.write(lambda c: c.exec_driver_sql("CREATE TABLE numbers (n INT)"))
+    with closing(Database(empty_url)) as other:
+        other.write(lambda c: c.exec_driver_sql("CREATE TABLE numbers (n INT)"))
+        monkeypatch.setattr(database_module, "IDLE_WRITER_MS", 1_000)
+        hanging = Database(empty_url)
         connection = hanging.writer.connect()
         connection.exec_driver_sql("INSERT INTO numbers VALUES (1)")
         other.write(lambda c: c.exec_driver_sql("INSERT INTO numbers VALUES (2)"))
@@ -198,6 +199,7 @@ def test_a_process_that_hangs_in_a_write_holds_up_no_other_process(
         assert is_transient(ended.value)
         connection.close()
         hanging.write(lambda c: c.exec_driver_sql("INSERT INTO numbers VALUES (3)"))
+        hanging.close()
         numbers = other.read(lambda c: c.exec_driver_sql("SELECT n FROM numbers ORDER BY n").scalars().all())
     assert numbers == [2, 3]
 
