@@ -32,6 +32,7 @@ class FakeSidecar:
     updated: bool = False
     is_old: bool = False
     told: list[bool] = field(default_factory=list)
+    """The answer to each question whether it was updated."""
 
     def __post_init__(self) -> None:
         self.upstream.controls["/health"] = self._health
@@ -44,6 +45,8 @@ class FakeSidecar:
     async def _placed(self, request: Received, writer: asyncio.StreamWriter) -> None:
         if request.method == "POST":
             self.is_old = not self.updated
+        else:
+            self.told.append(self.updated)
         await reply(200, {"updated": self.updated})(request, writer)
 
     def update(self) -> None:
@@ -114,9 +117,9 @@ async def test_a_server_that_runs_without_the_first_update_is_out_of_use_until_i
             await until(lambda: states(router) == {one.url: "healthy", other.url: "quarantined"})
             second.update()
             await until(lambda: states(router) == {one.url: "healthy", other.url: "healthy"})
-            await asyncio.sleep(0.1)  # the placement process has seen that update
+            await until(lambda: second.told[-2:] == [True, True])  # it asks again once it has read the first answer
             second.updated = False  # the sidecar was started again, and its vLLM has the new weights
-            await asyncio.sleep(0.1)
+            await until(lambda: second.told[-2:] == [False, False])
             assert not second.is_old
         await workers.close()
 
@@ -132,9 +135,16 @@ async def test_an_update_is_remembered_although_the_disk_is_full(tmp_path: Path)
 async def test_a_refusal_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with fake_upstream() as upstream, running_router(**PROBED) as router:
         workers, sidecar = Workers(router.url, None, tmp_path), FakeSidecar(upstream)
-        upstream.controls["/health"] = reply(401, {"error": "the key is wrong"})
+        refuse, refusals = reply(401, {"error": "the key is wrong"}), 0
+
+        async def refuse_and_count(request: Received, writer: asyncio.StreamWriter) -> None:
+            nonlocal refusals
+            refusals += 1
+            await refuse(request, writer)
+
+        upstream.controls["/health"] = refuse_and_count
         async with served(workers, sidecar):
-            await asyncio.sleep(0.2)
+            await until(lambda: refusals > 2)
         await workers.close()
     [said] = [record.getMessage() for record in caplog.records if record.name == plane.__name__]
     assert said.startswith(f"GET {upstream.url}/health is answered with 401: ")
