@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from skyrl.runtime.processes.ports import free_port
+from skyrl.runtime.processes.ports import HeldPorts, free_port
 from skyrl.runtime.processes.supervision import dies_with_parent
 from skyrl.weights import process_group
 from skyrl.weights.changes_on_disk import ChangesOnDisk
@@ -53,19 +53,20 @@ def of_dtype(dtype: torch.dtype, *shape: int, first: int = 1) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[str]]:
-    ports = [free_port(), free_port()]
-    processes = [
-        subprocess.Popen(dies_with_parent((sys.executable, "-m", "tests.component.weight_worker", str(port))))
-        for port in ports
-    ]
-    urls = [f"http://127.0.0.1:{port}" for port in ports]
-    try:
-        asyncio.run(_until_up(urls))
-        yield urls
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    with HeldPorts() as held:
+        ports = held.take(2)
+        processes = [
+            subprocess.Popen(dies_with_parent((sys.executable, "-m", "tests.component.weight_worker", str(port))))
+            for port in ports
+        ]
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        try:
+            asyncio.run(_until_up(urls))
+            yield urls
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
 
 
 async def _until_up(urls: list[str]) -> None:
@@ -374,13 +375,12 @@ def test_a_tensor_to_fill_must_be_contiguous(pair: tuple[Group, Group]) -> None:
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Group, Group]]:
     """Both members in this process; torch's registry of groups, which `join` uses, allows one."""
-    port = free_port()
-    first = TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
+    first = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     timeout = timedelta(seconds=TIMEOUT_S)
 
     def member(rank: int) -> Group:
         # A member that waits keeps its store busy, so each has one
-        store = first if rank == 0 else TCPStore("127.0.0.1", port, 2, is_master=False)
+        store = first if rank == 0 else TCPStore("127.0.0.1", first.port, 2, is_master=False)
         return Group(ProcessGroupGloo(store, rank, 2, timeout), store, rank, timeout)  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(1) as thread:
@@ -394,7 +394,7 @@ def test_a_group_of_one_name_can_be_formed_again_after_a_failure() -> None:
         process_group.join("127.0.0.1", port, 1, 2, "again", "gloo", 0.5)
     with pytest.raises(GroupError):
         process_group.join("127.0.0.1", free_port(), 0, 2, "again", "gloo", 0.5)
-    alone = process_group.join("127.0.0.1", free_port(), 0, 1, "again", "gloo", 5)
+    alone = process_group.join("127.0.0.1", free_port(), 0, 1, "again", "gloo", TIMEOUT_S)
     tensor = torch.arange(3.0)
     alone.broadcast(tensor)
     alone.close()
