@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from engine_harness import NEVER_S, Trainer, harness_in
+from engine_harness import NEVER_S, WAIT_S, Trainer, harness_in
 
 from skyrl.engine import loop
 
@@ -32,10 +32,10 @@ async def test_memory_is_given_back_once_after_a_while_without_work(
         await asyncio.sleep(0.1)
         assert not trims, "another pass may come at once"
         monkeypatch.setattr(loop, "TRIM_AFTER_S", 0.01)
-        await asyncio.wait_for(given_back.wait(), 10)
+        await asyncio.wait_for(given_back.wait(), WAIT_S)
         await asyncio.sleep(0.1)
         assert len(trims) == 1, "nothing was freed since"
         given_back.clear()
         await trainer.result(await trainer.optim_step())
-        await asyncio.wait_for(given_back.wait(), 10)
+        await asyncio.wait_for(given_back.wait(), WAIT_S)
         assert len(trims) == 2

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from checkpoint_world import ADAPTER, World, rest_path, world_in
-from engine_harness import Trainer, files_in, harness_in, until
+from engine_harness import WAIT_S, Trainer, files_in, harness_in, until
 from sqlalchemy import select, update
 
 from skyrl.base.config.loading import load_config
@@ -153,14 +153,14 @@ async def test_other_models_train_while_a_load_waits_for_its_files(
     @contextlib.contextmanager
     def slowly(key: str) -> Any:
         here.set()
-        assert arrived.wait(20)
+        assert arrived.wait(WAIT_S)
         with reading(key) as directory:
             yield directory
 
     monkeypatch.setattr(store, "reading", slowly)
     load = await loader.send(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
     after = await loader.forward_backward(5)
-    await asyncio.to_thread(here.wait, 20)
+    await asyncio.to_thread(here.wait, WAIT_S)
     try:
         assert (await other.step(2))["optimizer_step"] == 1
         assert await world.harness.store.wait(after, loader.session.tenant, 0.0) is None, (
@@ -186,13 +186,13 @@ async def test_a_model_is_not_created_if_its_session_ends_during_the_load(
     @contextlib.contextmanager
     def slowly(key: str) -> Any:
         here.set()
-        assert arrived.wait(20)
+        assert arrived.wait(WAIT_S)
         with reading(key) as directory:
             yield directory
 
     monkeypatch.setattr(store, "reading", slowly)
     load = await loader.send(Kind.LOAD_WEIGHTS, 0, path=path)
-    await asyncio.to_thread(here.wait, 20)
+    await asyncio.to_thread(here.wait, WAIT_S)
     try:
         await world.harness.end(loader.session)
     finally:
@@ -249,16 +249,16 @@ async def test_a_save_that_begins_during_a_sweep_keeps_its_files(world: World, m
 
     def slow_sweep() -> None:
         sweeping_now.set()
-        assert stored.wait(20)
+        assert stored.wait(WAIT_S)
 
     def slow_vllm(_: Any) -> None:
         stored.set()
-        assert swept.wait(20)
+        assert swept.wait(WAIT_S)
 
     monkeypatch.setattr(parts.sweeper, "_delete_leftovers", slow_sweep)
     monkeypatch.setattr(parts.publisher, "publish", slow_vllm)
     sweep = asyncio.create_task(parts.sweep.once())
-    await asyncio.to_thread(sweeping_now.wait, 20)
+    await asyncio.to_thread(sweeping_now.wait, WAIT_S)
     save = await trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="name")
     await sweep
     swept.set()
