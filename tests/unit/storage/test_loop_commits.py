@@ -28,8 +28,10 @@ def database(tmp_path: Path) -> Iterator[Database]:
 
 
 @pytest.fixture
-async def writer(database: Database) -> AsyncIterator[GroupCommitWriter]:
-    """A writer whose event loop may commit: the thread has committed the first row, and opened the connections."""
+async def writer(database: Database, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GroupCommitWriter]:
+    """A writer whose event loop may commit: the thread has committed the first row, and opened the connections. No
+    commit counts as slow."""
+    monkeypatch.setattr(writer_module, "SLOW_S", 60.0)
     writer = GroupCommitWriter(database)
     await add(writer, 0)
     yield writer
