@@ -18,6 +18,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from loop_clock import LoopClock
 
 from skyrl.http import connection as connection_module
 from skyrl.http.answers import Answer
@@ -409,18 +410,20 @@ class Unused(Connection):
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "REFRESH_S", 0.1)
-    monkeypatch.setattr(connection_module, "MAX_IDLE_S", 0.2)
+    monkeypatch.setattr(connection_module, "REFRESH_S", 1_000.0)
+    monkeypatch.setattr(connection_module, "MAX_IDLE_S", 2_000.0)
 
 
 @pytest.mark.usefixtures("short")
 async def test_connections_that_a_peak_needed_stay_open_while_there_is_traffic() -> None:
-    kept = Pool()
+    clock, kept = LoopClock(), Pool()
     peak = [Unused() for _ in range(5)]
     for connection in peak:
         kept.give_back(SERVER, connection)
     for _ in range(30):  # three times MAX_IDLE_S, one request at a time
-        await asyncio.sleep(0.02)
+        clock.advance(200.0)
+        for _ in range(2):
+            await asyncio.sleep(0)  # what is due runs before the next request
         taken = kept.take(SERVER)
         assert taken in peak
         kept.give_back(SERVER, taken)
@@ -457,7 +460,7 @@ async def test_connections_that_are_too_old_are_closed_and_not_given() -> None:
     for connection in old:
         kept.give_back(SERVER, connection)
     for connection in old:
-        connection.idle_since -= 1.0
+        connection.idle_since -= 10_000.0
     fresh = Unused()
     kept.give_back(SERVER, fresh)
     assert kept.take(SERVER) is fresh
