@@ -39,9 +39,9 @@ def test_tokens_that_are_no_text_have_a_text_and_take_no_longer(tokens: FileToke
     """A model that is new may sample any bytes."""
     [first_byte, *_] = tokenizer.encode("🎉").ids
     assert tokens.texts([first_byte] * 8) == ["", "", "", "\ufffd"] * 2
-    began = time.perf_counter()
+    began = time.process_time()
     assert len(tokens.texts([first_byte] * 2_000)) == 2_000
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0
     some = random.Random(1).choices(range(tokenizer.get_vocab_size()), k=500)
     assert len(tokens.texts(some)) == 500
     assert tokens.texts([]) == []
