@@ -237,8 +237,8 @@ async def test_a_status_other_than_0_is_a_failure_with_the_end_of_the_output() -
 async def test_after_the_time_limit_the_program_and_its_children_are_killed(tmp_path: Path) -> None:
     child = tmp_path / "child"
     began = time.monotonic()
-    with pytest.raises(CommandFailed, match=r"stopped after 0\.5 s: started"):
-        await Command(shell, length, timeout_s=0.5)(
+    with pytest.raises(CommandFailed, match="stopped after 2 s: started"):
+        await Command(shell, length, timeout_s=2.0)(
             SESSION, f"sleep 600 & echo $! > {child}; echo started; trap '' TERM; wait; sleep 600"
         )
     assert time.monotonic() - began < 30
@@ -281,7 +281,7 @@ async def ended(pid: int) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - another process makes it true
             await asyncio.sleep(0.01)
 
