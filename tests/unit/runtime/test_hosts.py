@@ -273,7 +273,7 @@ def test_an_actor_that_nobody_asks_ends_with_its_server(tmp_path: Path) -> None:
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
 from skyrl.runtime.ray_cluster import hosts
 from test_hosts import SLEEPS, HostAlone, Program
-hosts.UNASKED_S = 1.0
+hosts.UNASKED_S = 3.0
 host = HostAlone("server", Program(SLEEPS, sidecar_code=SLEEPS), None)
 host.start()
 print(host._child.pid, host._sidecar.pid, flush=True)
