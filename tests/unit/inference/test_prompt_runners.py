@@ -412,7 +412,7 @@ print(*(each.__module__ for each in patched))
 
 @pytest.mark.slow
 def test_on_a_gpu_the_plugin_changes_both_runners_and_the_layer_for_adapters() -> None:
-    done = subprocess.run([sys.executable, "-c", REGISTERED], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", REGISTERED], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     names = [f"skyrl.inference.vllm_plugin.{part}" for part in ("cuda_patches", "model_runners", "model_runners")]
     assert done.stdout.splitlines()[-1].split() == names

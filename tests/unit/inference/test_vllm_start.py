@@ -57,7 +57,7 @@ AS_TORCH_CALLS = "from skyrl.inference.vllm_plugin.torchvision_names import defi
 def _run(program: str, first_on_path: Path | None = None) -> str:
     paths = [*([str(first_on_path)] if first_on_path else []), *sys.path]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -40,7 +40,7 @@ def test_loading_takes_the_model_and_the_experts_of_one_layer(tmp_path: Path, fo
     if form == "fp8":
         path = quantize(path, tmp_path / "release", FP8, block_fp8())
     done = subprocess.run(
-        [sys.executable, "-c", LOADED, path, small], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", LOADED, path, small], capture_output=True, text=True, timeout=300, check=True
     )
     model, above = map(int, done.stdout.split())
     gate_and_up = 4 * WIDE["num_experts"] * 2 * WIDE["moe_intermediate_size"] * WIDE["hidden_size"]
