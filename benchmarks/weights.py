@@ -12,7 +12,7 @@ import contextlib
 import shutil
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,8 +64,8 @@ class WatchedWorkers(Workers):
         super().__init__(workers.urls, update_s=TIMEOUT_S)
         self.stages: dict[str, float] = {}
 
-    async def post(self, path: str, body: Any = None, bodies: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        answers = await super().post(path, body, bodies)
+    async def post(self, path: str, *bodies: Any, **options: Any) -> dict[str, Any]:
+        answers = await super().post(path, *bodies, **options)
         told = [answer.get("seconds") or {} for answer in answers.values() if isinstance(answer, dict)]
         for stage in {stage for each in told for stage in each}:
             longest = max(each.get(stage, 0.0) for each in told)

@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 
 import pytest
 
 from skyrl.inference.vllm_client import VllmClient
 from skyrl.inference.watchdog import Watchdog
-from skyrl.runtime.processes.ports import free_port
+from skyrl.runtime.processes.ports import HeldPort
 
 INTERVAL_S = 0.05
 LONG_S = 1000.0
@@ -156,9 +156,10 @@ async def test_one_unanswered_probe_is_not_a_hang() -> None:
 
 
 async def test_a_server_that_does_not_listen_yet_is_not_killed() -> None:
-    async with watched(f"http://127.0.0.1:{free_port()}", health_s=0.01, step_s=0.01) as server:
-        await until(lambda: server.looked > 10)
-        assert not server.killed.is_set()
+    with closing(HeldPort.any()) as port:
+        async with watched(f"http://127.0.0.1:{port.number}", health_s=4.0, step_s=4.0) as server:
+            await until(lambda: server.looked > 10)
+            assert not server.killed.is_set()
 
 
 async def test_a_server_that_stopped_listening_and_does_not_exit_is_killed() -> None:

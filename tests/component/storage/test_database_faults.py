@@ -177,9 +177,9 @@ def test_both_ends_of_every_connection_notice_a_host_that_is_gone(empty_url: str
             assert options_of(driver) == waits
         with psycopg.connect(postgres_conninfo(database.url)) as notices:
             assert options_of(notices) == waits
-        for conninfo in (own.writer.raw_connection().driver_connection, psycopg.connect(postgres_conninfo(own.url))):
-            with closing(conninfo) as connection:
-                assert options_of(connection) == waits | {socket.TCP_KEEPIDLE: 7}
+        with closing(own.connect_driver()) as driver, psycopg.connect(postgres_conninfo(own.url)) as notices:
+            for each in (driver, notices):
+                assert options_of(each) == waits | {socket.TCP_KEEPIDLE: 7}
 
 
 @ON_POSTGRES
