@@ -22,7 +22,7 @@ from skyrl.engine.activity import Holds
 from skyrl.engine.command_log import CommandLog, Settlement
 from skyrl.engine.crash_ledger import DEATHS_TO_BLAME, CrashLedger
 from skyrl.engine.model_ends import ModelEnds, fail_foreign
-from skyrl.engine.restoring import Closed, Restoring, Stopped
+from skyrl.engine.restoring import Closed, NotAllowedNow, Restoring, Stopped
 from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.threads import EngineSignals, EngineThreads
@@ -217,18 +217,25 @@ class Recovery:
         self._release(model.id)
 
     async def _hold(self, model_id: str, error: Exception) -> bool:
-        """Hold the model if a later try may succeed after `error`. Returns whether the model is held."""
+        """Hold the model if a later try may succeed after `error`, perhaps at the next start. Returns whether the model
+        is held."""
         if isinstance(error, StoreError) and not isinstance(error, NotStored):
-            logger.warning("model %s waits for a checkpoint that it has loaded: %s", model_id, error)
-            self._without_memory.discard(model_id)
-            self._holds.reasons[model_id] = WaitsFor.STORE
+            waits_for, why = WaitsFor.STORE, "waits for a checkpoint that it has loaded"
         elif isinstance(error, OutOfMemory):
-            logger.warning("model %s waits until there is memory to restore it: %s", model_id, error)
-            await self._threads.on_backend(lambda: self._backend.delete_model(model_id))
-            self._without_memory.add(model_id)
-            self._holds.reasons[model_id] = WaitsFor.MEMORY
+            waits_for, why = WaitsFor.MEMORY, "waits until there is memory to restore it"
+        elif isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            waits_for, why = WaitsFor.FILES, "waits until its files can be read, and written where that is needed"
+        elif isinstance(error, NotAllowedNow):
+            waits_for, why = WaitsFor.SETTINGS, "waits for a start with settings that allow it, as those before did"
         else:
             return False
+        said = waits_for is WaitsFor.SETTINGS and self._holds.reasons.get(model_id) is waits_for
+        if not said:
+            logger.warning("model %s %s: %s", model_id, why, error)
+        if waits_for is not WaitsFor.STORE:
+            await self._threads.on_backend(lambda: self._backend.delete_model(model_id))
+        (self._without_memory.add if waits_for is WaitsFor.MEMORY else self._without_memory.discard)(model_id)
+        self._holds.reasons[model_id] = waits_for
         self._held.add(model_id)
         self._tried(model_id)
         return True

@@ -50,6 +50,10 @@ class Closed(Exception):
     """The model was closed while it was being restored."""
 
 
+class NotAllowedNow(Exception):
+    """The server's settings of now refuse the model, or one of its commands. The message says which and why."""
+
+
 @dataclass(eq=False)
 class Restoring:
     """Restores models, also several at a time. `suspected`: the commands that run alone, because the engine may have
@@ -74,7 +78,7 @@ class Restoring:
     async def restore(self, model: ModelRecord) -> None:
         """Restore one model. The files of all loads are fetched first, so that the backend thread never waits for the
         network. Each command is repeated by itself, so that commands of other models run in between. Raises Stopped,
-        Closed, and what a command raises."""
+        Closed, NotAllowedNow, and what a command raises."""
         commands = await self._database.read_async(lambda c: rows.executed(c, model.id, model.next_seq))
         files = contextlib.ExitStack()
         try:
@@ -120,11 +124,11 @@ class Restoring:
 
     def _load_snapshot(self, model: ModelRecord) -> None:
         """Runs on the backend thread, also for a model without a snapshot: an earlier try may have left something. The
-        crash ledger records this and each command, because the engine may die of it again."""
+        crash ledger records this and each command, because the engine may die of it again. Raises NotAllowedNow."""
         self._backend.delete_model(model.id)
         if model.next_seq == 0:
             return
-        with self._recorded(f"snapshot {model.id}", "its snapshot was loaded"):
+        with self._recorded(f"snapshot {model.id}", "its snapshot was loaded"), _allowed_now():
             self._backend.restore_model(model.id, model.lora, self._snapshots.path(model.id, model.next_seq))
 
     def _repeat(self, executed: ExecutedCommand, model: ModelRecord, loaded: Mapping[str, Path]) -> None:
@@ -141,12 +145,14 @@ class Restoring:
 
     def _change(self, executed: ExecutedCommand, body: bytes, model: ModelRecord, loaded: Mapping[str, Path]) -> None:
         """Repeat a command's change of its model. Saves and forward passes change nothing. `loaded`: by request id of a
-        load, the directory with its files."""
+        load, the directory with its files. Raises NotAllowedNow."""
         command, backend = executed.command, self._backend
         if command.kind is Kind.CREATE_MODEL:
-            backend.create_model(model.id, model.lora)
+            with _allowed_now():
+                backend.create_model(model.id, model.lora)
         elif command.kind is Kind.FORWARD_BACKWARD:
-            training_pass = decode_pass(command, body, backend, self._pictures)
+            with _allowed_now():
+                training_pass = decode_pass(command, body, backend, self._pictures)
             for result in backend.run([training_pass]) if training_pass.backward else ():
                 with _unless_rounding(command, backend, InvalidRequest):
                     if isinstance(result, Exception):
@@ -155,7 +161,8 @@ class Restoring:
             _repeat_step(executed, body, model.id, backend)
         elif command.kind is Kind.LOAD_WEIGHTS:
             if command.seq_id == 0:
-                backend.create_model(model.id, model.lora)
+                with _allowed_now():
+                    backend.create_model(model.id, model.lora)
             optimizer = decode_json(LoadWeightsCommand, body).optimizer
             backend.load_state(model.id, loaded[command.request_id], optimizer=optimizer)
 
@@ -181,6 +188,15 @@ def _repeat_step(executed: ExecutedCommand, body: bytes, model_id: str, backend:
     except (InvalidRequest, RequestError):
         return
     backend.clear_gradient(model_id)
+
+
+@contextlib.contextmanager
+def _allowed_now() -> Iterator[None]:
+    """What was accepted when it first ran is refused now only if the server's settings have changed."""
+    try:
+        yield
+    except (InvalidRequest, RequestError) as error:
+        raise NotAllowedNow(str(error)) from error
 
 
 @contextlib.contextmanager

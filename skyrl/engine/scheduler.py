@@ -286,13 +286,17 @@ class Scheduler:
         return {model_id: head for model_id, head in heads if head is not None}
 
     def take_file_commands(self) -> list[Command]:
-        """Take saves and loads that may run now: one per model, and so many that at most FILES_AT_ONCE run.
+        """Take saves and loads that may run now: one per model, and so many that at most FILES_AT_ONCE run. One of
+        these places is for saves for sampling, which mostly need no checkpoint store: one that hangs must not stop
+        them.
 
         The tenant with the fewest saves and loads so far is next; its earliest command is taken. These commands also
         count in the tenant's share of training, as a step does. The share of training does not order them: otherwise a
         tenant that trains much would wait for all saves of a tenant that only saves.
         """
-        free = FILES_AT_ONCE - sum(command.kind in FILE_COMMANDS for command in self._running.values())
+        running = [command.kind for command in self._running.values() if command.kind in FILE_COMMANDS]
+        free = FILES_AT_ONCE - len(running)
+        free_for_store = FILES_AT_ONCE - 1 - sum(kind is not Kind.SAVE_WEIGHTS_FOR_SAMPLER for kind in running)
         if free <= 0:
             return []
         heads = self._heads_of(self._models_whose_head(self._queues, lambda head: head.kind in FILE_COMMANDS))
@@ -300,8 +304,12 @@ class Scheduler:
         taken: list[Command] = []
         while heads and len(taken) < free:
             model_id = min(heads, key=lambda model: (self._files.amount(heads[model].tenant), heads[model].n))
-            tenant = heads.pop(model_id).tenant
-            self._files.charge(tenant, 1)
+            head = heads.pop(model_id)
+            if head.kind is not Kind.SAVE_WEIGHTS_FOR_SAMPLER:
+                if free_for_store <= 0:
+                    continue
+                free_for_store -= 1
+            self._files.charge(head.tenant, 1)
             taken.append(self._take(model_id))
         return self._mark_running(taken)
 

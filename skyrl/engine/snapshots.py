@@ -144,7 +144,8 @@ class Snapshots:
             self._write(model_id, next_seq, same_state)
             self._newest[model_id] = next_seq
         except Exception:
-            if time.monotonic() - began >= LONG_S:  # do not try again after each step
+            self._taken_at[model_id] = time.monotonic()  # not again after each step: each try may fill the disk
+            if time.monotonic() - began >= LONG_S:
                 self._note_time(model_id, began)
             raise
         if same_state is None:

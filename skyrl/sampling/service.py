@@ -280,11 +280,15 @@ def _job(
 
 BEAT_S = 2.0
 MISSES = 5
+NOT_FORWARDED = Outcome(
+    error="this server now samples in its engine; send the sample again", error_category=ErrorCategory.SERVER
+)
 
 
 class SampleOwnership:
     """Keeps `peers.living`, the other processes that are alive, and takes over the samples of dead ones. `forwards` is
-    false if the engine samples; then no samples are taken over."""
+    false if the engine samples: then there are only samples of a time when the server still forwarded, and they fail.
+    """
 
     def __init__(
         self,
@@ -306,20 +310,19 @@ class SampleOwnership:
     async def start(self) -> None:
         """Forward the samples of this process's predecessor, and samples that no process owns."""
         self._note_heartbeats(await self._processes.beat())
-        if self._forwards:
-            await self._processes.take_over({})
-            await self._reconcile()
+        await self._processes.take_over({})
+        await self._reconcile()
 
     async def round(self) -> None:
         """Call every BEAT_S: writes this process's heartbeat, and takes over the samples of dead processes."""
         self._note_heartbeats(await self._processes.beat())
-        if not self._forwards or self._sampling.stopping:
+        if self._sampling.stopping:
             return
         taken = 0
         dead = {process: heartbeat for process, (heartbeat, rounds) in self._beats.items() if rounds >= MISSES}
         if dead or await self._processes.left():
             taken = await self._processes.take_over(dead)
-            logger.info("%d samples of API processes that are gone are forwarded here; dead: %s", taken, [*dead])
+            logger.info("%d samples of API processes that are gone are taken over; dead: %s", taken, [*dead])
         if taken or not self._peers.alone:
             await self._reconcile()
 
@@ -343,6 +346,10 @@ class SampleOwnership:
         process owns in the database to that process."""
         forwarded = self._futures.forwarded()  # before the read: a sample recorded during the read is in the database
         owned = await self._processes.own()
+        if not self._forwards:
+            for request_id in owned:
+                await self._futures.end(request_id, NOT_FORWARDED)
+            return
         await self._adopt([request_id for request_id in owned if not self._futures.forwards(request_id)])
         not_owned = [request_id for request_id in forwarded if request_id not in owned]
         if not_owned:

@@ -59,6 +59,10 @@ def of_model(model_id: str, activity: EngineActivity, now: float, before: Sequen
             return paused("the trainer has restarted, and cannot reach the checkpoint store to restore this model")
         case WaitsFor.MEMORY:
             return paused("the trainer has restarted, and waits for memory to restore this model")
+        case WaitsFor.FILES:
+            return paused("the trainer has restarted, and cannot read or write the files that restore this model")
+        case WaitsFor.SETTINGS:
+            return paused("the trainer has restarted with settings that do not allow this model; its log has more")
 
 
 def _progress(activity: EngineActivity) -> str:

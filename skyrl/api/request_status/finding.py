@@ -131,7 +131,8 @@ know for so long is called stuck."""
 GAP_S = 30.0
 """Commands that wait for one that the client has not sent are stuck after this time."""
 _SAMPLES = (Kind.EXTERNAL, Kind.SAMPLE)
-_STANDS = {WaitsFor.STORE: 0.0, WaitsFor.MEMORY: 0.0, WaitsFor.GAP: GAP_S}
+_AT_ONCE = (WaitsFor.STORE, WaitsFor.MEMORY, WaitsFor.FILES, WaitsFor.SETTINGS)
+_STANDS = {**dict.fromkeys(_AT_ONCE, 0.0), WaitsFor.GAP: GAP_S}
 """What a command may wait for only so long, in seconds: it comes only if somebody does something about it."""
 _STANDS_STILL = {"training": "nothing can be trained now", "sampling": "nothing can be sampled now"}
 

@@ -153,7 +153,8 @@ class ServerKeys(BaseSettings):
     max_pending_sample_bytes: int = Field(512 * 2**20, ge=2**20)
     max_stored_image_bytes: int = Field(8 * 2**30, ge=2**20)
     """Files of images in the database, each once for a tenant: those of unfinished requests and of the last minutes."""
-    max_body_bytes: int = Field(256 * 2**20, ge=2**20)
+    max_body_bytes: int = Field(256 * 2**20, ge=2**20, le=400 * 2**20)
+    """No database takes much larger ones."""
     session_timeout_s: float = Field(300.0, gt=0)
     """A session without a heartbeat for this long is closed: its models are unloaded and its requests fail."""
     missing_seq_id_timeout_s: float = Field(60.0, gt=0)

@@ -27,6 +27,10 @@ class WaitsFor(StrEnum):
     """The checkpoint store: the model cannot be restored without a checkpoint that it has loaded."""
     MEMORY = "memory"
     """Memory to restore the model."""
+    FILES = "files"
+    """Files that cannot be read or written now: the disk is full or answers with errors, or this user may not."""
+    SETTINGS = "settings"
+    """Another start of the server: with its settings of now the model cannot be restored."""
 
 
 class ModelActivity(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -93,26 +93,33 @@ async def rotate_logs(directory: Path, longest_bytes: int, kept: int) -> None:
     """Look at the files every LOOK_S until cancelled."""
     while True:
         await asyncio.sleep(LOG_LOOK_S)
-        try:
-            await asyncio.to_thread(rotate_once, directory, longest_bytes, kept)
-        except OSError as error:  # a full disk, or somebody has moved a file
-            logger.warning("the logs in %s could not be rotated: %s", directory, error)
+        await asyncio.to_thread(rotate_once, directory, longest_bytes, kept)
 
 
 def rotate_once(directory: Path, longest_bytes: int, kept: int) -> None:
-    """Rotate each `*.log` that is longer than `longest_bytes`, and keep `kept` copies of each."""
+    """Rotate each `*.log` that is longer than `longest_bytes`, and keep `kept` copies of each. One that cannot be
+    rotated is logged, and loses no older copy."""
     for file in sorted(directory.glob("*.log")):
-        if file.stat().st_size > longest_bytes:
-            _rotate(file, kept)
+        try:
+            if file.stat().st_size > longest_bytes:
+                _rotate(file, kept)
+        except OSError as error:  # a full disk, or somebody has moved the file
+            logger.warning("%s could not be rotated: %s", file, error)
 
 
 def _rotate(file: Path, kept: int) -> None:
-    for number in range(kept, 1, -1):
-        older = _copy_of(file, number - 1)
-        if older.exists():
-            older.replace(_copy_of(file, number))
     if kept:
-        shutil.copyfile(file, _copy_of(file, 1))
+        newest = file.with_name(f"{file.name}.new")
+        try:
+            shutil.copyfile(file, newest)
+        except OSError:
+            newest.unlink(missing_ok=True)
+            raise
+        for number in range(kept, 1, -1):
+            older = _copy_of(file, number - 1)
+            if older.exists():
+                older.replace(_copy_of(file, number))
+        newest.replace(_copy_of(file, 1))
     os.truncate(file, 0)
 
 

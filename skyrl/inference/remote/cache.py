@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -231,7 +232,8 @@ class Daemons:
         self._turns = asyncio.Semaphore(at_once)
 
     async def run(self, call: Callable[[], T]) -> T:
-        """The call's result, or its exception. If the caller is cancelled, the call goes on, and keeps its turn."""
+        """The call's result, or its exception. If the caller is cancelled, the call goes on, and keeps its turn. Raises
+        OSError if no thread can be started."""
         await self._turns.acquire()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -254,7 +256,11 @@ class Daemons:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
                 loop.call_soon_threadsafe(end, result, error)
 
-        threading.Thread(target=body, daemon=True).start()
+        try:
+            threading.Thread(target=body, daemon=True).start()
+        except RuntimeError as error:
+            self._turns.release()
+            raise OSError(errno.EAGAIN, str(error)) from error
         return await future
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from alembic.util.exc import CommandError
 from sqlalchemy.exc import DBAPIError
 
 from alembic import command
-from skyrl.storage.db.database import Database, shown_url
+from skyrl.storage.db.database import Connection, Database, shown_url
 from skyrl.storage.db.faults import is_transient
 
 
@@ -84,7 +85,36 @@ def revision_of(database: Database) -> str | None:
     return current
 
 
+SIGN_OF_LIFE_S = 5.0
+"""Each process of a server writes to the database at least this often."""
+
+
 def migrate(database: Database) -> None:
-    """Upgrade to the newest revision. Raises SchemaError as `revision_of` does."""
-    if revision_of(database) != newest_revision():
-        command.upgrade(_config(database.url), "head")
+    """Upgrade to the newest revision. Raises SchemaError as `revision_of` does, and when processes of an older version
+    still use the database: they could not go on."""
+    revision = revision_of(database)
+    if revision == newest_revision():
+        return
+    if revision is not None and not database.is_sqlite:  # a state directory with SQLite belongs to one server
+        _check_stopped(database)
+    command.upgrade(_config(database.url), "head")
+
+
+def _check_stopped(database: Database) -> None:
+    before = database.read(_beats)
+    if not before:
+        return
+    time.sleep(SIGN_OF_LIFE_S)
+    alive = sorted(name for name, beat in database.read(_beats).items() if before.get(name) != beat)
+    if alive:
+        raise SchemaError(
+            f"the database is at revision {revision_of(database)}, of an older version, and processes of that version "
+            f"use it now ({', '.join(alive)}): stop all servers on this database first"
+        )
+
+
+def _beats(connection: Connection) -> dict[str, float]:
+    """The last sign of life of each API process, and of the server that trains. By SQL, for tables of any revision."""
+    claims = connection.exec_driver_sql("SELECT owner, held_at FROM training_claim WHERE owner IS NOT NULL").all()
+    processes = connection.exec_driver_sql("SELECT id, heartbeat_at FROM api_processes").all()
+    return {name: beat for name, beat in (*claims, *processes) if beat is not None}

@@ -14,6 +14,7 @@ from sqlalchemy import Connection, insert, select, text
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.storage.checkpoint_store.base import OWNER, StoreError
 from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.db.checkpoints import LOST, store_keys
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.tables import StoreRow
 
@@ -30,18 +31,25 @@ def claim_store(config: ServerConfig, database: Database, server: str) -> None:
     if url is None:
         return
 
-    def owner_text(connection: Connection) -> str:
+    def owner_text(connection: Connection) -> tuple[str, int]:
+        """The text, and how many checkpoints the store has had before."""
         row = connection.execute(select(stores.c.owner).where(stores.c.url == url)).first()
         if row is not None:
-            return row.owner
+            return row.owner, sum(not key.startswith(LOST) for key in store_keys(connection))
         owner = secrets.token_hex(16)
         connection.execute(insert(stores), {"url": url, "owner": owner})
-        return owner
+        return owner, 0
 
-    owner = database.write(owner_text)
+    owner, checkpoints = database.write(owner_text)
     home = server if database.is_sqlite else database.read(_place)
     try:
-        marked = open_store(config).claim(f"{owner} {home}")
+        store = open_store(config)
+        if checkpoints and next(iter(store.stored()), None) is None:
+            raise ConfigError(
+                f"checkpoint_store: {url} is empty, and this database has {checkpoints} checkpoints there: is its disk "
+                "mounted? If they are lost, use another URL"
+            )
+        marked = store.claim(f"{owner} {home}")
     except StoreError as error:
         raise ConfigError(f"checkpoint_store: {error}") from error
     if not marked:

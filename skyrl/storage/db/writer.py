@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Connection
+from sqlalchemy.exc import TimeoutError as NoConnectionFree
 
 from skyrl.runtime.metrics.tallies import Spreads
 from skyrl.storage.db.database import Database
@@ -186,11 +187,15 @@ class GroupCommitWriter:
     def _give_to_thread(self) -> None:
         writes, self._waiting = self._waiting, []
         self._gathered = 0
+        if not self._begun:
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # the machine or the container has no thread to give now
+                self._resolve(writes, NoConnectionFree(str(error)))
+                return
+            self._begun = True
         self._on_thread += len(writes)
         self._queue.put(writes)
-        if not self._begun:
-            self._begun = True
-            self._thread.start()
 
     async def close(self) -> None:
         """Commit the waiting writes, then end the thread. Later writes raise RuntimeError."""

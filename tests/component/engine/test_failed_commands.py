@@ -3,6 +3,7 @@ The client gets a message without internals."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import time
 from collections.abc import Callable
@@ -304,6 +305,67 @@ async def test_a_model_without_memory_at_recovery_waits_and_other_models_train(h
         assert await undisturbed.state() == before
         await undisturbed.step(2)
         assert await undisturbed.state() == await waits.state()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), PermissionError("not allowed")])
+async def test_a_model_whose_files_cannot_be_read_now_waits(
+    harness: Harness, error: OSError, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.step(1)
+    before = await trainer.state()
+    await harness.stop()
+    fails = [True]
+
+    def unreadable(harness: Harness) -> None:
+        restore = harness.backend.restore_model
+
+        def restore_or_fail(*given: Any) -> None:
+            if fails[0]:
+                raise error
+            restore(*given)
+
+        harness.backend.restore_model = restore_or_fail  # type: ignore[method-assign]
+
+    await harness.start(unreadable)
+    queued = await trainer.send_step(2)
+    await harness.recovery.retry()
+    assert harness.model_row(trainer.model_id).status == "ready"
+    assert f"waits until its files can be read, and written where that is needed: {error}" in caplog.text
+    fails[0] = False
+    await harness.recovery.retry()
+    assert (await trainer.result(queued))["metrics"]["optimizer_step"] == 2
+    assert await trainer.state() != before
+
+
+async def test_settings_that_refuse_a_model_make_it_wait_for_another_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether a snapshot or its commands bring it back. It loses nothing."""
+    low = {"backend_config": {"trainer.policy.model.lora.max_lora_rank": 1}}
+    async with harness_in(tmp_path / "state") as harness:
+        await harness.start()
+        stopped, killed = await Trainer.create(harness), await Trainer.create(harness, seed=2)
+        await stopped.step(1)
+        await harness.stop()
+        await harness.start()
+        await killed.step(1)
+        states = [await trainer.state() for trainer in (stopped, killed)]
+        await harness.crash()
+    async with harness_in(tmp_path / "state", **low) as harness:
+        await harness.start()
+        await harness.recovery.retry()
+        for trainer in (stopped, killed):
+            assert harness.model_row(trainer.model_id).status == "ready"
+            says = f"model {trainer.model_id} waits for a start with settings that allow it"
+            assert [says in record.getMessage() for record in caplog.records].count(True) == 1
+        assert (await Trainer.create(harness, rank=1)).creating
+        await harness.crash()
+    async with harness_in(tmp_path / "state") as harness:
+        await harness.start()
+        for trainer in (stopped, killed):
+            trainer.harness = harness
+        assert [await trainer.state() for trainer in (stopped, killed)] == states
 
 
 async def test_retries_for_a_model_without_memory_leave_most_time_to_other_models(

@@ -217,6 +217,24 @@ async def test_a_failed_snapshot_is_tried_later_and_stops_nothing(
     await wait_for_snapshot(due, trainer)
 
 
+async def test_a_snapshot_that_fails_is_not_tried_again_after_each_step(due: Harness) -> None:
+    """Each try may fill the disk, which others need."""
+    trainer, tries = await Trainer.create(due), 0
+    await wait_for_snapshot(due, trainer)
+
+    def full(*_: object) -> None:
+        nonlocal tries
+        tries += 1
+        raise OSError(28, "No space left on device")
+
+    due.backend.save_snapshot = full
+    due.snapshots._interval_s = 1000.0
+    due.snapshots._taken_at[trainer.model_id] -= 2000.0
+    for seed in range(3):
+        await trainer.step(seed)
+    assert tries == 1
+
+
 async def test_a_closed_or_failed_model_gets_no_snapshot(due: Harness, caplog: pytest.LogCaptureFixture) -> None:
     failed, closed = await Trainer.create(due, rank=1000), await Trainer.create(due)
     await failed.fails(Kind.OPTIM_STEP)

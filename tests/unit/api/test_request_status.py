@@ -65,6 +65,16 @@ def turns(before: Sequence[Kind] = (), /, **others: ModelActivity) -> str:
             "paused_capacity",
             "the trainer has restarted, and waits for memory to restore this model",
         ),
+        (
+            WaitsFor.FILES,
+            "paused_capacity",
+            "the trainer has restarted, and cannot read or write the files that restore this model",
+        ),
+        (
+            WaitsFor.SETTINGS,
+            "paused_capacity",
+            "the trainer has restarted with settings that do not allow this model; its log has more",
+        ),
     ],
 )
 def test_a_command_says_what_it_waits_for(waits_for: WaitsFor, state: str, sentence: str) -> None:

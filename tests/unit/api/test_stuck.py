@@ -38,6 +38,8 @@ def found(
         (WaitsFor.GAP, GAP_S),
         (WaitsFor.STORE, 0.0),
         (WaitsFor.MEMORY, 0.0),
+        (WaitsFor.FILES, 0.0),
+        (WaitsFor.SETTINGS, 0.0),
     ],
 )
 def test_a_command_that_waits_or_runs_for_too_long_is_slow_or_stuck(waits_for: WaitsFor, allowed_s: float) -> None:

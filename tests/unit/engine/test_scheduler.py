@@ -59,6 +59,10 @@ def model_and_number(commands: list[Command]) -> list[tuple[str | None, int | No
     return [(item.model_id, item.seq_id) for item in commands]
 
 
+def uses_store(item: Command) -> bool:
+    return item.kind is not Kind.SAVE_WEIGHTS_FOR_SAMPLER
+
+
 class Order(RuleBasedStateMachine):
     """What runs when, against a model in plain words: a model's commands run in the order of their numbers and one
     batch at a time, passes together and other commands alone; saves and loads apart from turns; a suspect alone."""
@@ -172,11 +176,14 @@ class Order(RuleBasedStateMachine):
 
     @rule()
     def take_file_commands(self) -> None:
-        free = FILES_AT_ONCE - sum(item.kind in FILE_COMMANDS for item in self.runs())
+        running = [item for item in self.runs() if item.kind in FILE_COMMANDS]
+        free = FILES_AT_ONCE - len(running)
+        free_for_store = FILES_AT_ONCE - 1 - sum(map(uses_store, running))
         batch = self.queue.take_file_commands()
         assert len(batch) == len(first_of_each(batch)) <= free
+        assert sum(map(uses_store, batch)) <= free_for_store
         if free:
-            self.check(batch, lambda item: item.kind in FILE_COMMANDS)
+            self.check(batch, lambda item: item.kind in FILE_COMMANDS and (free_for_store > 0 or not uses_store(item)))
 
     @rule()
     def take_samples(self) -> None:
@@ -543,9 +550,19 @@ def test_many_samples_of_one_tenant_do_not_keep_out_another_tenants() -> None:
     assert not queue.has_work
 
 
-def saves_of(tenant: str, count: int) -> list[Command]:
+def saves_of(tenant: str, count: int, kind: Kind = Kind.SAVE_WEIGHTS_FOR_SAMPLER) -> list[Command]:
     """One save of each of `count` models."""
-    return [command(f"{tenant}{number}", 0, Kind.SAVE_WEIGHTS, tenant=tenant) for number in range(count)]
+    return [command(f"{tenant}{number}", 0, kind, tenant=tenant) for number in range(count)]
+
+
+def test_a_store_that_hangs_leaves_a_place_for_saves_that_need_none() -> None:
+    queue = scheduler(*saves_of("stores", 9, Kind.SAVE_WEIGHTS), *saves_of("samples", 2))
+    kinds = [item.kind for item in queue.take_file_commands()]
+    assert kinds.count(Kind.SAVE_WEIGHTS) < FILES_AT_ONCE == len(kinds)
+    only = scheduler(*saves_of("stores", 9, Kind.SAVE_WEIGHTS))
+    assert len(only.take_file_commands()) == FILES_AT_ONCE - 1
+    only.add(saves_of("samples", 1)[0])
+    assert [item.tenant for item in only.take_file_commands()] == ["samples"]
 
 
 def test_many_saves_of_one_tenant_do_not_delay_another_tenants_save() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import logging.config
+import shutil
 import sys
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -120,6 +122,24 @@ def test_a_long_file_is_copied_and_emptied_and_so_many_copies_stay(tmp_path: Pat
         "api.log.2": "2" * 20,
         "short.log": "12345",
     }
+
+
+def test_a_full_disk_costs_no_older_copy_and_stops_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("api.log", "vllm.log"):
+        (tmp_path / name).write_text("x" * 20)
+        (tmp_path / f"{name}.1").write_text("older")
+
+    def full(source: Path, target: Path) -> None:
+        target.write_text("x")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    rotate_once(tmp_path, 10, 2)
+    left = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert left == {"api.log": "x" * 20, "api.log.1": "older", "vllm.log": "x" * 20, "vllm.log.1": "older"}
+    assert [name in caplog.text for name in ("api.log could not be", "vllm.log could not be")] == [True, True]
 
 
 def test_without_copies_a_long_file_is_only_emptied(tmp_path: Path) -> None:
