@@ -166,7 +166,6 @@ class Services:
             peers,
             self.futures,
             self.sampling,
-            forwards=all(model.sampling.client is not None for model in built),
         )
         self.notices = NoticeHandler(
             self.futures, self.sampling, self.refresh, self.session_life.changed, live.look_again

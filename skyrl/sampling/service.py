@@ -86,6 +86,9 @@ class CutNotes:
 
 
 CANCELLED = Outcome(error="cancelled by the client", error_category=ErrorCategory.USER)
+NOT_FORWARDED = Outcome(
+    error="this server now samples in its engine; send the sample again", error_category=ErrorCategory.SERVER
+)
 
 
 class Promise(msgspec.Struct, frozen=True):
@@ -207,7 +210,8 @@ class SampleService:
         return sampler
 
     async def adopt(self, sample: PendingSample) -> None:
-        """Forward a pending sample that another API process, or the predecessor of this one, has left."""
+        """Forward a pending sample that another API process, or the predecessor of this one, has left. It fails if the
+        server has changed so that it cannot be forwarded any more."""
         session_id = sample.sampling_session_id
         sampling = None if session_id is None else (session_id, sample.sample_seq_id)
         if not self._futures.adopt(sample.id, sample.tenant, sample.session_id, sample.digest, sampling):
@@ -221,6 +225,9 @@ class SampleService:
             job = _job(request, sample.id, sampler, model, pictures)
         except RequestError as error:  # the session has ended, or the server has another base model now
             await self._futures.settle(sample.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
+            return
+        if model.client is None:
+            await self._futures.settle(sample.id, NOT_FORWARDED)
             return
         entry = model.gate.enter_again(sample.tenant, len(sample.body), sample.id, sample.not_before)
         model.forwarded.start(job, sampler, entry)
@@ -280,15 +287,10 @@ def _job(
 
 BEAT_S = 2.0
 MISSES = 5
-NOT_FORWARDED = Outcome(
-    error="this server now samples in its engine; send the sample again", error_category=ErrorCategory.SERVER
-)
 
 
 class SampleOwnership:
-    """Keeps `peers.living`, the other processes that are alive, and takes over the samples of dead ones. `forwards` is
-    false if the engine samples: then there are only samples of a time when the server still forwarded, and they fail.
-    """
+    """Keeps `peers.living`, the other processes that are alive, and takes over the samples of dead ones."""
 
     def __init__(
         self,
@@ -296,14 +298,11 @@ class SampleOwnership:
         peers: PeerNotifier,
         futures: FutureStore,
         sampling: SampleService,
-        *,
-        forwards: bool,
     ) -> None:
         self._processes = processes
         self._peers = peers
         self._futures = futures
         self._sampling = sampling
-        self._forwards = forwards
         self._beats: dict[str, tuple[float, int]] = {}
         """By process: the last heartbeat that was read, and the number of rounds for which it has not changed."""
 
@@ -346,10 +345,6 @@ class SampleOwnership:
         process owns in the database to that process."""
         forwarded = self._futures.forwarded()  # before the read: a sample recorded during the read is in the database
         owned = await self._processes.own()
-        if not self._forwards:
-            for request_id in owned:
-                await self._futures.end(request_id, NOT_FORWARDED)
-            return
         await self._adopt([request_id for request_id in owned if not self._futures.forwards(request_id)])
         not_owned = [request_id for request_id in forwarded if request_id not in owned]
         if not_owned:

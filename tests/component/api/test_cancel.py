@@ -153,6 +153,20 @@ async def test_a_sample_that_the_engine_has_just_settled_keeps_its_result(
     assert statuses(database) == [("SAMPLE", "done")]
 
 
+@pytest.mark.usefixtures("drain_at_once")
+async def test_a_sample_of_a_time_when_the_server_forwarded_fails_where_the_engine_samples(
+    serve: Serve, colocated: dict[str, Any], upstream: FakeUpstream, database: Database
+) -> None:
+    """Nobody would run it, and its client would wait for ever."""
+    upstream.default = never
+    async with serve() as api:
+        request_id = (await api.sample(await api.sampler(), 1))["request_id"]
+    assert statuses(database) == [("EXTERNAL", "pending")]
+    async with serve(**colocated) as api:
+        says = "this server now samples in its engine; send the sample again"
+        assert (await api.result(request_id)).json() == {"error": says, "category": "server"}
+
+
 async def test_the_server_tells_clients_that_samples_can_be_cancelled(api: Api) -> None:
     flags = (await api.post("client/dynamic_config", {"sdk_version": "0.38.0"})).json()
     assert flags["sample_cancel_enabled"] is True

@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 from checkpoint_world import ADAPTER, World, rest_path, world_in
 from engine_harness import WAIT_S, Trainer, files_in, harness_in, until
-from sqlalchemy import select, update
+from sqlalchemy import insert, select, update
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError
 from skyrl.base.types.requests import Kind
+from skyrl.base.types.weights import AdapterVersion
 from skyrl.engine import sweeping
 from skyrl.storage.checkpoint_store.base import StoreError
+from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.store_ownership import claim_store, stores
@@ -289,6 +291,33 @@ def test_a_checkpoint_store_belongs_to_one_database(tmp_path: Path, on_s3: dict[
     with pytest.raises(ConfigError, match="^checkpoint_store: there is no bucket 'no-such-bucket' at http://[^ ]*$"):
         claim_store(gone, database, "server-3")
     database.close()
+
+
+@ON_SQLITE
+def test_a_store_whose_disk_is_not_mounted_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    """Else saves would go to the disk below, and be hidden once the store is back."""
+    shared, away = tmp_path / "shared", tmp_path / "away"
+    config = load_config({"state_dir": tmp_path / "state", "checkpoint_store": f"file://{shared}"})
+    with closing(Database(config.database)) as database:
+        make_tables(database)
+        claim_store(config, database, "server")
+        shared.rename(away)
+        claim_store(config, database, "server")  # it had no checkpoints
+        with open_store(config).writing("model/name-1") as directory:
+            (directory / "file").write_text("x")
+        values = dict.fromkeys(("tenant", "model_id", "base_model", "kind", "name"), "m")
+        numbers = dict.fromkeys(("lora_rank", "lora_alpha", "seed", "size_bytes", "created_at"), 1)
+        flags = dict.fromkeys(("train_attn", "train_mlp", "train_unembed", "public"), True)
+        row = {**values, **numbers, **flags, "store_key": "model/name-1", "weights": AdapterVersion.of("m", 1)}
+        database.write(lambda c: c.execute(insert(checkpoints), row))
+        claim_store(config, database, "server")
+        shutil.rmtree(away)
+        shared.rename(away)
+        with pytest.raises(ConfigError, match=r"is empty, and this database has 1 checkpoints there: is its disk moun"):
+            claim_store(config, database, "server")
+        assert not shared.exists()
+        away.rename(shared)
+        claim_store(config, database, "server")
 
 
 @ON_SQLITE

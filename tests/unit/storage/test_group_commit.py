@@ -8,11 +8,13 @@ import threading
 import pytest
 from sqlalchemy import Connection, func, insert, select
 from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.exc import TimeoutError as NoConnectionFree
 from things import ROW, ids, things
 
 from skyrl.storage.db import database as database_module
 from skyrl.storage.db import writer as writer_module
 from skyrl.storage.db.database import Database
+from skyrl.storage.db.faults import is_transient
 from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_BOTH
 
@@ -170,6 +172,24 @@ async def test_a_lock_timeout_fails_all_rows_at_once_and_none_later(
     assert ids(database) == [1]
     database.close()
     other.close()
+
+
+async def test_without_a_free_thread_writes_fail_for_now_and_later_ones_are_committed(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = GroupCommitWriter(database)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(NoConnectionFree, match="can't start new thread") as failed:
+            await writer.transact(lambda c: c.execute(ADD, {"id": 1, "name": "a"}).rowcount)
+        assert is_transient(failed.value)
+    await writer.transact(lambda c: c.execute(ADD, {"id": 2, "name": "b"}).rowcount)
+    await writer.close()
+    assert ids(database) == [2]
 
 
 async def test_close_commits_the_waiting_writes_and_refuses_new_ones(database: Database) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from alembic.runtime.migration import MigrationContext
@@ -13,13 +14,14 @@ from sqlmodel import SQLModel
 from alembic import command
 from skyrl.base.config.server import ConfigError
 from skyrl.base.types.weights import AdapterVersion
+from skyrl.storage.db import migrate as migrations
 from skyrl.storage.db import tables  # noqa: F401  (registers the tables)
 from skyrl.storage.db.adapter_versions import held
 from skyrl.storage.db.checkpoints import store_key_of
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.maintenance import problems
 from skyrl.storage.db.migrate import DatabaseAway, SchemaError, _config, migrate, newest_revision
-from tests.postgres_server import ON_BOTH, PostgresServer
+from tests.postgres_server import ON_BOTH, ON_POSTGRES, PostgresServer
 
 
 @pytest.fixture
@@ -44,6 +46,30 @@ def test_an_empty_database_gets_the_newest_schema(database: Database) -> None:
     assert revision(database) == newest_revision()
     assert table_names(database) == {*SQLModel.metadata.tables, "alembic_version"}
     assert problems(database) == []
+
+
+@ON_POSTGRES
+def test_a_database_that_an_older_version_uses_now_is_left_as_it_is(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes of that version could not go on."""
+    command.upgrade(_config(database.url), "0018")
+
+    def beat(at: float) -> None:
+        database.write(lambda c: c.exec_driver_sql(f"UPDATE training_claim SET owner = 'old', held_at = {at}"))
+        database.write(lambda c: c.exec_driver_sql(f"UPDATE api_processes SET heartbeat_at = {at}"))
+
+    database.write(lambda c: c.exec_driver_sql("DELETE FROM training_claim"))
+    database.write(lambda c: c.exec_driver_sql("INSERT INTO training_claim (id) VALUES (1)"))
+    database.write(lambda c: c.exec_driver_sql("INSERT INTO api_processes VALUES ('old/0', 1, 1)"))
+    beat(1)
+    monkeypatch.setattr(migrations, "time", SimpleNamespace(sleep=lambda _: beat(2)))
+    with pytest.raises(SchemaError, match=r"at revision 0018.* use it now \(old, old/0\): stop all servers"):
+        migrate(database)
+    assert revision(database) == "0018"
+    monkeypatch.setattr(migrations, "time", SimpleNamespace(sleep=lambda _: None))
+    migrate(database)
+    assert revision(database) == newest_revision()
 
 
 @ON_BOTH
