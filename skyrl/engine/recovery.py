@@ -47,15 +47,15 @@ LOOK_S = 1.0
 """How often recovery looks which models are wanted by now."""
 AT_ONCE = 4
 """How many models are restored at a time. Their commands take turns: a long restoration delays a short one little."""
-MEMORY_PAUSE = 9.0
-"""A try that found too little memory is followed by a pause of MEMORY_PAUSE times the try's duration. Each try repeats
-commands on the backend thread; in the pause other models train."""
+SPARED = 9.0
+"""A try that found too little memory, or files that cannot be used, is followed by a pause of SPARED times the try's
+duration. Each try repeats commands on the backend thread; in the pause other models train."""
 
 
 @dataclass(eq=False)
 class Recovery:
     """Call all methods on the event loop: `begin` once, before the engine's loop; then `restore_wanted` every LOOK_S,
-    and `retry` now and then for held models, whose checkpoint store was away or for which memory was short. After
+    and `retry` now and then for held models, whose files or checkpoint store were away or whose memory was short. After
     `signals.stop()`, recovery ends before the next command. `wants_all`: also restore models whose clients are gone."""
 
     _database: Database
@@ -87,9 +87,9 @@ class Recovery:
         self._began_at = 0.0
         """The engine's start, in seconds since the epoch."""
         self._held: set[str] = set()
-        self._without_memory: set[str] = set()
-        """The held models that wait for memory."""
-        self._memory_due = 0.0
+        self._spared: set[str] = set()
+        """The held models of which each try may repeat commands."""
+        self._spared_until = 0.0
         """When these models are tried again, in monotonic seconds."""
 
     async def begin(self) -> None:
@@ -168,18 +168,19 @@ class Recovery:
         return await self._database.read_async(lambda c: model_rows.heartbeats(c, self._role.scope))
 
     async def retry(self) -> None:
-        """Try again to restore the models that are held."""
+        """Try again to restore the models that are held, except those that settings refuse until the next start."""
         for closed in self._held - self._scheduler.model_ids:
             self._release(closed)
         began = time.monotonic()
-        due = self._held - (self._without_memory if began < self._memory_due else set())
+        refused = {model_id for model_id, reason in self._holds.reasons.items() if reason is WaitsFor.SETTINGS}
+        due = self._held - refused - (self._spared if began < self._spared_until else set())
         if due:
             for model in await self._living():
                 if model.id in due:
                     await self._restore(model)
-        if due & self._without_memory:
+        if due & self._spared:
             now = time.monotonic()
-            self._memory_due = now + MEMORY_PAUSE * (now - began)
+            self._spared_until = now + SPARED * (now - began)
 
     async def _living(self) -> list[ModelRecord]:
         return await self._database.read_async(lambda c: model_rows.living(c, self._role.scope))
@@ -229,12 +230,10 @@ class Recovery:
             waits_for, why = WaitsFor.SETTINGS, "waits for a start with settings that allow it, as those before did"
         else:
             return False
-        said = waits_for is WaitsFor.SETTINGS and self._holds.reasons.get(model_id) is waits_for
-        if not said:
-            logger.warning("model %s %s: %s", model_id, why, error)
+        logger.warning("model %s %s: %s", model_id, why, error)
         if waits_for is not WaitsFor.STORE:
             await self._threads.on_backend(lambda: self._backend.delete_model(model_id))
-        (self._without_memory.add if waits_for is WaitsFor.MEMORY else self._without_memory.discard)(model_id)
+        (self._spared.discard if waits_for is WaitsFor.STORE else self._spared.add)(model_id)
         self._holds.reasons[model_id] = waits_for
         self._held.add(model_id)
         self._tried(model_id)
@@ -242,7 +241,7 @@ class Recovery:
 
     def _release(self, model_id: str) -> None:
         self._held.discard(model_id)
-        self._without_memory.discard(model_id)
+        self._spared.discard(model_id)
         self._holds.reasons.pop(model_id, None)
         self._holds.models.discard(model_id)
         self._scheduler.release(model_id)

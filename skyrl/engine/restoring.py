@@ -195,7 +195,7 @@ def _allowed_now() -> Iterator[None]:
     """What was accepted when it first ran is refused now only if the server's settings have changed."""
     try:
         yield
-    except (InvalidRequest, RequestError) as error:
+    except InvalidRequest as error:
         raise NotAllowedNow(str(error)) from error
 
 

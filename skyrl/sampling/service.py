@@ -309,7 +309,8 @@ class SampleOwnership:
     async def start(self) -> None:
         """Forward the samples of this process's predecessor, and samples that no process owns."""
         self._note_heartbeats(await self._processes.beat())
-        await self._processes.take_over({})
+        if self._may_take:
+            await self._processes.take_over({})
         await self._reconcile()
 
     async def round(self) -> None:
@@ -319,7 +320,7 @@ class SampleOwnership:
             return
         taken = 0
         dead = {process: heartbeat for process, (heartbeat, rounds) in self._beats.items() if rounds >= MISSES}
-        if dead or await self._processes.left():
+        if self._may_take and (dead or await self._processes.left()):
             taken = await self._processes.take_over(dead)
             logger.info("%d samples of API processes that are gone are taken over; dead: %s", taken, [*dead])
         if taken or not self._peers.alone:
@@ -329,6 +330,11 @@ class SampleOwnership:
     def sees_others(self) -> bool:
         """Whether the database lists other processes, alive or dead."""
         return bool(self._beats)
+
+    @property
+    def _may_take(self) -> bool:
+        """Where the engine samples, samples that nobody owns are left to others that may forward them."""
+        return self._peers.alone or any(model.client is not None for model in self._sampling.base_models)
 
     def _note_heartbeats(self, heartbeats: dict[str, float]) -> None:
         """Compare the heartbeats of other processes with those of the round before."""

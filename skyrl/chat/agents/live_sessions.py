@@ -262,9 +262,8 @@ class LiveSession:
         """A turn that was continued was delivered."""
         return turn.id in self.delivered or self.tree.has_child(turn)
 
-    def over(self, now: float, most_bytes: int, idle_since: float) -> EndReason | None:
-        """The limit that the session has reached at `now`. Time before `idle_since` counts as used. Times in seconds
-        since the epoch."""
+    def over(self, now: float, most_bytes: int) -> EndReason | None:
+        """The limit that the session has reached at `now` (seconds since the epoch)."""
         limits = self.session.limits
         if len(self.tree) >= limits.turns:
             return "turns"
@@ -274,7 +273,7 @@ class LiveSession:
             return "bytes"
         if now >= self.session.created_at + limits.seconds:
             return "time"
-        return "idle" if not self.is_busy and now >= max(self.used_at, idle_since) + limits.idle_s else None
+        return "idle" if not self.is_busy and now >= self.used_at + limits.idle_s else None
 
     @property
     def tokens_left(self) -> int:
@@ -331,10 +330,9 @@ class LiveSessions:
 
     async def end_if_over(self, live: LiveSession) -> EndReason | None:
         """End an open session that has reached a limit. Returns which."""
-        now = time.time()
-        reason = live.over(now, self._most_bytes, now - self._continuity.look())
-        if reason == "idle" and not self.alone:
-            return None  # another process may have answered just now; the sweep knows of it
+        reason = live.over(time.time(), self._most_bytes)
+        if reason == "idle" and not (self.alone and self._continuity.seconds >= live.session.limits.idle_s):
+            return None  # another process may have answered just now; the sweep knows of it. Or nobody could ask
         if reason is not None:
             await self.end(live.session.id, reason)
         return reason
@@ -368,7 +366,7 @@ class LiveSessions:
         """End the sessions whose time is over or that were idle for too long, whether they are in memory or not. Call
         it several times a minute."""
         now = time.time()
-        idle_since = now - self._continuity.look()
+        idle_since = now - self._continuity.seconds
         while (ended := await self._sessions.end_over(now, idle_since=idle_since)).total():
             for reason, number in ended.items():
                 self._metrics.ended(reason, number)

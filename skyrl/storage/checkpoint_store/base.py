@@ -92,6 +92,10 @@ class CheckpointStore(Protocol):
         """Remove incomplete directories that are older than `before` (seconds since the epoch), in `wanted` groups."""
         ...
 
+    def owner(self) -> str | None:
+        """The store's owner; None for a store without one."""
+        ...
+
     def claim(self, owner: str) -> str:
         """Mark the store as `owner`'s if it has no owner. Returns its owner: an empty text where a server ended in the
         middle of this."""

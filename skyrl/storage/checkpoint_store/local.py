@@ -108,6 +108,14 @@ class LocalStore:
                 remove(path)
             remove_empty(group)
 
+    def owner(self) -> str | None:
+        try:
+            return (self._root / OWNER).read_text()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"{self._root / OWNER}: {error.strerror}") from error
+
     def claim(self, owner: str) -> str:
         file = self._root / OWNER
         try:

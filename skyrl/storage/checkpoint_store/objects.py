@@ -178,12 +178,18 @@ class ObjectStore:
             if not complete and newest < end and wanted(key.partition("/")[0]):
                 self.delete(key)
 
-    def claim(self, owner: str) -> str:
+    def owner(self) -> str | None:
         with self._explained():
             try:
                 return bytes(obstore.get(self._store, OWNER).bytes()).decode()
             except FileNotFoundError:
-                obstore.put(self._store, OWNER, owner.encode())
+                return None
+
+    def claim(self, owner: str) -> str:
+        if (marked := self.owner()) is not None:
+            return marked
+        with self._explained():
+            obstore.put(self._store, OWNER, owner.encode())
         return owner
 
     def _listed(self) -> dict[str, tuple[float, bool]]:

@@ -75,12 +75,14 @@ def replaced_sentence(weights: WeightsRef, now: BaseWeights | FullWeights) -> st
 
 
 def holder(connection: Connection, model_id: str, scope: Scope = EVERYTHING) -> Holder | None:
-    """The model that has full weights now, if it is another one than `model_id`."""
+    """The model that has full weights now, if it is another one than `model_id`. One with an adapter, of a start with
+    other settings, has none."""
     is_asked = exists().where(_futures.c.session_id == models.c.session_id, _futures.c.status == "pending")
     query = (
         select(models.c.id, models.c.tenant, models.c.session_id, sessions.c.status, sessions.c.heartbeat_at, is_asked)
         .join(sessions, sessions.c.id == models.c.session_id)
-        .where(models.c.status.in_(LIVING), models.c.id != model_id, in_scope(models.c.base_model, scope))
+        .where(models.c.status.in_(LIVING), models.c.id != model_id, models.c.lora_rank == 0)
+        .where(in_scope(models.c.base_model, scope))
     )
     row = connection.execute(query).first()
     if row is None:

@@ -23,7 +23,8 @@ class SchemaError(RuntimeError):
 
 
 class DatabaseAway(SchemaError):
-    """PostgreSQL cannot be reached now, or accepts no connections yet. A later try may succeed."""
+    """PostgreSQL cannot be reached now, or accepts no connections yet, or an older version still uses the database. A
+    later try may succeed."""
 
 
 _REFUSED = re.compile(r"FATAL:(?!.*(?:starting up|shutting down|recovery|too many|connection slots))", re.DOTALL)
@@ -107,7 +108,7 @@ def _check_stopped(database: Database) -> None:
     time.sleep(SIGN_OF_LIFE_S)
     alive = sorted(name for name, beat in database.read(_beats).items() if before.get(name) != beat)
     if alive:
-        raise SchemaError(
+        raise DatabaseAway(
             f"the database is at revision {revision_of(database)}, of an older version, and processes of that version "
             f"use it now ({', '.join(alive)}): stop all servers on this database first"
         )

@@ -134,7 +134,7 @@ class Retention:
 
     async def _forget(self) -> None:
         now = time.time()
-        if self._continuity is None or self._continuity.look() >= min(self._retention_s, AFTER_GAP_S):
+        if self._continuity is None or self._continuity.seconds >= min(self._retention_s, AFTER_GAP_S):
             await self._in_steps(lambda c: forget(c, now - self._retention_s, FORGET_ROWS), 1)
         await self._in_steps(lambda c: forget_closed(c, now - SAMPLING_SESSIONS_S, FORGET_ROWS), FORGET_ROWS)
         await self._in_steps(lambda c: pictures.forget(c, now), 1)

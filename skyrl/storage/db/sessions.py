@@ -32,22 +32,27 @@ timeout by this process's clock. So a wrong clock ends no session before it was 
 
 
 class Continuity:
-    """How long this process has run without a gap. A gap is a start, a time in which the process was stopped or its
-    machine suspended, or a clock that was set. Clients could not reach the process, or their times are wrong: what is
-    missing from a gap does not count as their silence."""
+    """How long this process has run without a gap. A gap is a start, a time in which the process was stopped, its
+    machine suspended or the database away, or a clock that was set. Clients could do nothing then, or their times are
+    wrong: what is missing from a gap does not count as their silence."""
 
     def __init__(self) -> None:
         self._since = self._looked_at = time.monotonic()
         self._offset = time.time() - self._looked_at
 
-    def look(self) -> float:
-        """Seconds since the last gap. Between two calls must be less than LONG_LOOK_S, or that time counts as a gap."""
+    @property
+    def seconds(self) -> float:
+        """Since the last gap; 0 in one."""
         now = time.monotonic()
-        offset = time.time() - now
-        if now - self._looked_at > LONG_LOOK_S or abs(offset - self._offset) > LONG_LOOK_S:
-            self._since = now
-        self._looked_at, self._offset = now, offset
-        return now - self._since
+        is_gap = now - self._looked_at > LONG_LOOK_S or abs(time.time() - now - self._offset) > LONG_LOOK_S
+        return 0.0 if is_gap else now - self._since
+
+    def look(self) -> float:
+        """`seconds`, and note that all is well now: the database has just answered. Between two calls must be less than
+        LONG_LOOK_S, or that time counts as a gap."""
+        now, seconds = time.monotonic(), self.seconds
+        self._since, self._looked_at, self._offset = now - seconds, now, time.time() - now
+        return seconds
 
 
 class SilenceWatch:

@@ -44,10 +44,10 @@ def claim_store(config: ServerConfig, database: Database, server: str) -> None:
     home = server if database.is_sqlite else database.read(_place)
     try:
         store = open_store(config)
-        if checkpoints and next(iter(store.stored()), None) is None:
+        if checkpoints and store.owner() is None and not store.stored():
             raise ConfigError(
-                f"checkpoint_store: {url} is empty, and this database has {checkpoints} checkpoints there: is its disk "
-                "mounted? If they are lost, use another URL"
+                f"checkpoint_store: {url} is empty. This database has used it, and has {checkpoints} checkpoints: is "
+                "its disk mounted? If they are lost, use another URL"
             )
         marked = store.claim(f"{owner} {home}")
     except StoreError as error:

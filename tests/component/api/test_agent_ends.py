@@ -312,7 +312,7 @@ async def test_sessions_that_end_unasked_are_counted_once_by_reason(api: Api, mo
     await create(api, "open", created_at=now, used_at=now)
     before = await scrape(api)
     await api.services.agents.live.end_over()  # this process has just started: for all it knows, none was idle
-    monkeypatch.setattr(Continuity, "look", lambda _: LONG_S)
+    monkeypatch.setattr(Continuity, "seconds", LONG_S)
     for _ in range(2):
         await api.services.agents.live.end_over()
     after = await scrape(api)

@@ -68,16 +68,16 @@ def directory() -> Iterator[Path]:
         yield Path(path)
 
 
-Start = Callable[[str], Any]
+Start = Callable[..., Any]
 
 
 @pytest.fixture
 def start(database: Database, tmp_path: Path, directory: Path) -> Start:
-    """Starts the API process with this name."""
+    """Starts the API process with this name, and with these options."""
 
     @asynccontextmanager
-    async def named(name: str) -> AsyncIterator[Api]:
-        options: dict[str, Any] = {"base_model": BASE, "state_dir": tmp_path, "database_url": database.url}
+    async def named(name: str, **given: Any) -> AsyncIterator[Api]:
+        options: dict[str, Any] = {"base_model": BASE, "state_dir": tmp_path, "database_url": database.url} | given
         config = ServerConfig(**options)
         own = directory / name
         own.mkdir(exist_ok=True)
@@ -176,6 +176,26 @@ async def test_a_sample_is_recorded_while_another_process_commits(
         assert (await first.post("asample", sample_body(sampler, 1))).json() == promise
         assert first.services.futures.is_pending(promise["request_id"]), "its end waits, because ends have an order"
     assert tokens(await first.result(promise["request_id"])) == [[0, 1, 2]]
+
+
+async def test_where_the_engine_samples_left_samples_are_for_others_to_forward(
+    start: Start, ownerships: list[SampleOwnership], upstream: FakeUpstream, database: Database
+) -> None:
+    """A server beside a gateway with a vLLM of its own. Without a gateway they fail."""
+    colocated = {"backend_config": {"trainer.placement.colocate_all": True}}
+    async with start("gateway") as gateway, start("trainer", **colocated) as trainer:
+        for ownership in ownerships:
+            await ownership.round()
+        upstream.default = never
+        sampler = await gateway.sampler()
+        left = (await gateway.sample(sampler, 1))["request_id"]
+        await upstream.until(lambda server: server.busy == 1)
+        set_owner(database, left, "gone/0")
+        await ownerships[1].round()
+        assert owners(database) == ["gone/0"]
+        for _ in range(MISSES):  # the gateway beats no more
+            await ownerships[1].round()
+        assert "now samples in its engine" in (await trainer.result(left)).text
 
 
 async def test_one_process_takes_over_the_samples_of_a_silent_process(

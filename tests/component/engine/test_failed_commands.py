@@ -295,7 +295,7 @@ async def test_a_model_without_memory_at_recovery_waits_and_other_models_train(h
     await harness.recovery.retry()
     assert harness.model_row(waits.model_id).status == "ready"
     short[0] = False
-    harness.recovery._memory_due = 0.0
+    harness.recovery._spared_until = 0.0
     await harness.recovery.retry()
     assert (await waits.result(queued))["metrics"]["optimizer_step"] == 2
     async with harness_in(harness.config.state_dir.parent / "steady") as steady:
@@ -333,6 +333,7 @@ async def test_a_model_whose_files_cannot_be_read_now_waits(
     assert harness.model_row(trainer.model_id).status == "ready"
     assert f"waits until its files can be read, and written where that is needed: {error}" in caplog.text
     fails[0] = False
+    harness.recovery._spared_until = 0.0
     await harness.recovery.retry()
     assert (await trainer.result(queued))["metrics"]["optimizer_step"] == 2
     assert await trainer.state() != before

@@ -313,7 +313,7 @@ def test_a_store_whose_disk_is_not_mounted_is_not_taken_for_an_empty_one(tmp_pat
         claim_store(config, database, "server")
         shutil.rmtree(away)
         shared.rename(away)
-        with pytest.raises(ConfigError, match=r"is empty, and this database has 1 checkpoints there: is its disk moun"):
+        with pytest.raises(ConfigError, match=r"is empty\. This database has used it, and has 1 checkpoints: is its"):
             claim_store(config, database, "server")
         assert not shared.exists()
         away.rename(shared)

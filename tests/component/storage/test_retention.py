@@ -139,7 +139,7 @@ async def test_results_stay_for_a_while_after_a_gap(
     sweeper = Retention(database, writer, RETENTION_S, continuity=continuity)
     await sweeper.sweep()
     assert database.read(count) == 3
-    monkeypatch.setattr(continuity, "look", lambda: retention.AFTER_GAP_S)
+    monkeypatch.setattr(Continuity, "seconds", retention.AFTER_GAP_S)
     await sweeper.sweep()
     assert database.read(count) == 0
 

@@ -97,8 +97,10 @@ def test_each_base_model_trains_a_whole_model_of_its_own(database: Database) -> 
         database.read(lambda c: find_sampler(c, old, lambda name: own[name]))
     with pytest.raises(RequestError, match="your model 'a' is being trained now"):
         database.read(full_weights.check_place("next", "t", own["a"]))
-    database.write(lambda c: c.execute(models.update().where(models.c.id == "a").values(status="closed")))
-    database.read(full_weights.check_place("next", "t", own["a"]))
+    adapter = models.update().where(models.c.id == "a").values(lora_rank=8)
+    for freed in (adapter, models.update().where(models.c.id == "a").values(lora_rank=0, status="closed")):
+        database.write(lambda c, freed=freed: c.execute(freed))
+        database.read(full_weights.check_place("next", "t", own["a"]))
     assert database.read(lambda c: full_weights.current(c, own["a"])) == BaseWeights()
 
 
