@@ -5,6 +5,7 @@ Knows the names of versions and where their files are. Loads no version on a rep
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -85,7 +86,7 @@ class SharedDirectory:
         try:
             state_dir = self._state_dir()
             directory = version_directory(state_dir, adapter)
-            if await in_store(lambda: state_dir.is_dir() and not directory.is_dir()):
+            if await asyncio.to_thread(lambda: state_dir.is_dir() and not directory.is_dir()):
                 await self._fetch(adapter, directory)
         except AdapterMissing:
             raise
