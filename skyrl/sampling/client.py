@@ -351,7 +351,7 @@ class ForwardingClient:
         attempts.wait_for(SampleWait.LOADING, asyncio.get_running_loop().time())
         try:
             async with asyncio.timeout_at(attempts.deadline):
-                await self._loads.load(adapter, server)
+                loaded = await self._loads.load(adapter, server)
         except TimeoutError as error:
             attempts.trouble = f"adapter {adapter.name} is being loaded again"
             raise self._waits.deadline_failure(attempts) from error
@@ -359,6 +359,11 @@ class ForwardingClient:
             attempts.reloads[server] -= 1  # the server got no request to load
             attempts.trouble = str(error)
             await self._waits.back_off(attempts, waits_for=SampleWait.LOADING)
+        else:
+            if not loaded:
+                attempts.reloads[server] -= 1  # it has not lost the adapter once more
+                attempts.trouble = f"the inference server is away or dying, and has not loaded adapter {adapter.name}"
+                await self._waits.wait_out_death(server, attempts)
 
     async def _ask_health(self, answer: Answer, server: Endpoint, attempts: Attempts[Any]) -> None:
         """After a 5xx: a dying server has interrupted the sample; a healthy one may fail it MAX_ERRORS times."""

@@ -367,10 +367,10 @@ class AdapterLoads:
         self._headers = headers
         self._counts = counts
         self._metrics = metrics or AdapterMetrics()
-        self._loading: dict[tuple[str, int, str], asyncio.Task[None]] = {}
+        self._loading: dict[tuple[str, int, str], asyncio.Task[bool]] = {}
 
-    async def load(self, adapter: AdapterVersion, endpoint: Endpoint) -> None:
-        """Return when the adapter is loaded, or when the server cannot be reached or is dying.
+    async def load(self, adapter: AdapterVersion, endpoint: Endpoint) -> bool:
+        """Whether the adapter is loaded; if not, the server cannot be reached or is dying.
 
         Raises FailedRequest if the server refuses the load, with the server's answer, or if the adapter's files are
         missing. Raises AdapterUnavailable if the files cannot be brought to the server now. If one caller is cancelled,
@@ -381,14 +381,14 @@ class AdapterLoads:
         if task is None:
             task = self._loading[key] = asyncio.create_task(self._load(adapter, endpoint))
             task.add_done_callback(lambda _: self._loading.pop(key, None))
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
 
-    async def _load(self, adapter: AdapterVersion, endpoint: Endpoint) -> None:
+    async def _load(self, adapter: AdapterVersion, endpoint: Endpoint) -> bool:
         self._counts["adapter_reloads"] += 1
         with self._metrics.load() as load:
-            await self._bring_and_load(adapter, endpoint, load)
+            return await self._bring_and_load(adapter, endpoint, load)
 
-    async def _bring_and_load(self, adapter: AdapterVersion, endpoint: Endpoint, load: Load) -> None:
+    async def _bring_and_load(self, adapter: AdapterVersion, endpoint: Endpoint, load: Load) -> bool:
         failure = f"the inference server lost adapter {adapter.name} and cannot load it again"
         try:
             directory = await self._host.bring(adapter)
@@ -402,10 +402,10 @@ class AdapterLoads:
             answer = await self._transport.post(endpoint.url + vllm_client.PATH, body, self._headers, LOAD_TIMEOUT_S)
         except (NotAccepted, Interrupted) as error:
             logger.warning("adapter %s could not be loaded again: %s", adapter.name, error)
-            return  # the next try of the sample shows whether the server is back
+            return False
         load.ok = vllm_client.is_loaded(answer.status, answer.body)
         if load.ok:
-            return
+            return True
         if vllm_client.is_missing(answer.status, answer.body):
             raise server_failure(f"{failure}: {AdapterMissing(adapter)}")
         if vllm_client.is_to_repeat(answer.status, answer.body):
@@ -413,7 +413,7 @@ class AdapterLoads:
             logger.warning("%s; samples from it wait (%s)", error, error.reason)
             raise error
         if answer.status >= 500 and await health_of(self._transport, endpoint, self._headers) is not Health.ALIVE:
-            return
+            return False
         raise server_failure(f"{failure}: {describe(answer)}")
 
     async def close(self) -> None:

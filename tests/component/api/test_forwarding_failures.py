@@ -551,6 +551,31 @@ async def test_a_lost_adapter_is_loaded_once_for_all_samples(client: ForwardingC
     assert client.counts == {"adapter_reloads": 1}
 
 
+async def test_a_server_that_dies_before_it_has_loaded_an_adapter_has_not_lost_it(
+    client: ForwardingClient, upstream: FakeUpstream
+) -> None:
+    """vLLM's API server answers for some seconds after its engine's death: 404 for an adapter that it does not know,
+    and 500 to a load."""
+    upstream.adapters = set()
+    dying = False
+
+    async def load(request: Received, writer: asyncio.StreamWriter) -> None:
+        nonlocal dying
+        dying = len(upstream.loads) <= MAX_RELOADS + 2
+        await (error(500, "EngineDeadError") if dying else reply(200, "Success", "text/plain"))(request, writer)
+
+    async def health(request: Received, writer: asyncio.StreamWriter) -> None:
+        nonlocal dying
+        was_dying, dying = dying, False
+        if was_dying:
+            upstream.adapters = set()
+        await reply(503 if was_dying else 200, "")(request, writer)
+
+    upstream.on_load, upstream.controls["/health"] = load, health
+    assert decoded(await client.sample(ADAPTER)) == WHOLE
+    assert client.counts["adapter_reloads"] == len(upstream.loads) == MAX_RELOADS + 3
+
+
 async def test_two_lost_adapters_are_both_loaded(client: ForwardingClient, upstream: FakeUpstream) -> None:
     upstream.adapters = set()
     other = msgspec.structs.replace(ADAPTER, model="m2@4", weights=AdapterVersion("m2@4"))
