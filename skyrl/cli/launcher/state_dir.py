@@ -93,7 +93,10 @@ async def rotate_logs(directory: Path, longest_bytes: int, kept: int) -> None:
     """Look at the files every LOOK_S until cancelled."""
     while True:
         await asyncio.sleep(LOG_LOOK_S)
-        await asyncio.to_thread(rotate_once, directory, longest_bytes, kept)
+        try:
+            await asyncio.to_thread(rotate_once, directory, longest_bytes, kept)
+        except OSError as error:  # the directory cannot be listed now, for example without a free file descriptor
+            logger.warning("the logs in %s could not be rotated: %s", directory, error)
 
 
 def rotate_once(directory: Path, longest_bytes: int, kept: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import logging
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from skyrl.cli.launcher import state_dir
 from skyrl.cli.launcher.state_dir import rotate_once
 from skyrl.runtime.processes import logs
 from skyrl.runtime.processes.logs import (
@@ -140,6 +142,30 @@ def test_a_full_disk_costs_no_older_copy_and_stops_no_other_file(
     left = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert left == {"api.log": "x" * 20, "api.log.1": "older", "vllm.log": "x" * 20, "vllm.log.1": "older"}
     assert [name in caplog.text for name in ("api.log could not be", "vllm.log could not be")] == [True, True]
+
+
+async def test_a_directory_that_cannot_be_listed_now_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The launcher ends the server when one of its own tasks ends."""
+    monkeypatch.setattr(state_dir, "LOG_LOOK_S", 0.001)
+    (tmp_path / "api.log").write_text("x" * 20)
+    listed, fails = Path.glob, [True]
+
+    def glob(directory: Path, pattern: str) -> Any:
+        if fails and fails.pop():
+            raise OSError(errno.EMFILE, "Too many open files")
+        return listed(directory, pattern)
+
+    monkeypatch.setattr(Path, "glob", glob)
+    rotating = asyncio.create_task(state_dir.rotate_logs(tmp_path, 10, 1))
+    async with asyncio.timeout(100):
+        while not (tmp_path / "api.log.1").exists():
+            assert not rotating.done()
+            await asyncio.sleep(0.005)
+    rotating.cancel()
+    await asyncio.gather(rotating, return_exceptions=True)
+    assert "could not be rotated: [Errno 24] Too many open files" in caplog.text
 
 
 def test_without_copies_a_long_file_is_only_emptied(tmp_path: Path) -> None:
