@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 4
 PYTEST = $(PY) -m pytest -n $(WORKERS) -r s --durations=10
 
-.PHONY: setup demo serve test test-fast test-slow test-ray test-agents test-real test-gpu gpu-table gpu-wheels test-postgres check lint format types imports docs tables bench soak chaos fuzz screenshots findings release-check audit lock proto clean
+.PHONY: setup demo serve test test-fast test-slow test-ray test-agents test-real test-gpu gpu-table gpu-wheels test-postgres check lint format types imports docs tables bench soak chaos fuzz screenshots findings upgrade-check release-check audit lock proto clean
 
 setup: $(VENV)/.done
 
@@ -132,6 +132,11 @@ screenshots: setup
 # version's state directory, with which this version goes on (tests/release/old_state.py keeps this version's).
 release-check: setup docs
 	SKYRL_TEST_SLOW=1 $(PY) -m pytest tests/release
+
+# What newer libraries break, in a copy and an environment of their own (tests/upgrade.py): the newest of transformers,
+# vLLM, PEFT and the SDK, or make upgrade-check NEWER="transformers==5.24.0 --part families"
+upgrade-check: setup
+	$(PY) -m tests.upgrade $(NEWER)
 
 # Known vulnerabilities of the versions in requirements/cpu.txt; AUDIT="--ignore-vuln ID" ignores one of them.
 # A mirror may have no advisories. So first look for them at a version that is known to be vulnerable.

@@ -38,15 +38,26 @@ def environment(requirements: Path) -> Path:
 
 
 def _make(home: Path, requirements: Path) -> None:
-    uv = Path(sys.executable).parent / "uv"
-    # uv does not read pip's find-links. Without find-links, `--torch-backend cpu` makes uv use PyTorch's own index.
-    links = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS")
-    env = os.environ | ({"UV_FIND_LINKS": links} if links else {})
-    torch = [] if links else ["--torch-backend", "cpu"]
     shutil.rmtree(home, ignore_errors=True)
-    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, home], check=True, env=env)
-    install = [uv, "pip", "install", "--quiet", "--python", home / "bin" / "python", *torch, "--no-deps"]
-    subprocess.run([*install, "-r", requirements], check=True, env=env)
+    uv("venv", "--quiet", "--python", sys.executable, home)
+    install = ("pip", "install", "--quiet", "--python", home / "bin" / "python", *torch_builds(), "--no-deps")
+    uv(*install, "-r", requirements)
+
+
+def uv(*arguments: str | Path, directory: Path = ROOT) -> None:
+    """Run uv, with pip's find-links, which uv does not read by itself. Raises CalledProcessError."""
+    links = _links()
+    env = os.environ | ({"UV_FIND_LINKS": links} if links else {})
+    subprocess.run([Path(sys.executable).parent / "uv", *arguments], check=True, env=env, cwd=directory)
+
+
+def torch_builds() -> tuple[str, ...]:
+    """uv's option that takes CPU builds of torch from PyTorch's own index; none where find-links have them."""
+    return () if _links() else ("--torch-backend", "cpu")
+
+
+def _links() -> str | None:
+    return os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS")
 
 
 def _delete_unused(cache: Path, stem: str) -> None:
