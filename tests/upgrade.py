@@ -20,6 +20,7 @@ import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from tests.environments import ROOT, environment, torch_builds, uv
@@ -101,10 +102,10 @@ def copy_tree() -> None:
 
 def pin_newer(asked: Sequence[str]) -> dict[str, str]:
     """Pin the versions in COPY, with whatever else they need. Returns the pins."""
-    versions = dict(each.split("==", 1) if "==" in each else (each, newest(each)) for each in asked)
+    asked_versions = dict(each.split("==", 1) if "==" in each else (each, newest(each)) for each in asked)
     overrides = COPY.with_name("overrides.txt")
-    overrides.write_text("".join(f"{name}=={version}\n" for name, version in versions.items()))
-    upgraded = [option for name in versions for option in ("--upgrade-package", name)]
+    overrides.write_text("".join(f"{name}=={number}\n" for name, number in asked_versions.items()))
+    upgraded = [option for name in asked_versions for option in ("--upgrade-package", name)]
     compiled = ("pip", "compile", "--quiet", "--universal", "--python-version", "3.11", "--no-header")
     given = ("--override", "requirements/overrides.txt", "--override", overrides, "--no-emit-package", "skyrl")
     locked = COPY / "requirements" / "cpu.txt"
@@ -126,9 +127,9 @@ def admit(pinned: Mapping[str, str]) -> None:
 
 
 def environment_of_copy() -> Path:
-    """The Python of an environment with COPY's pins and COPY itself."""
+    """The Python of an environment with COPY's pins, COPY itself, and uv, which makes the SDKs' environments."""
     requirements = COPY.with_name("upgrade.txt")
-    requirements.write_text(f"{(COPY / 'requirements' / 'cpu.txt').read_text()}-e {COPY}\n")
+    requirements.write_text(f"{(COPY / 'requirements' / 'cpu.txt').read_text()}-e {COPY}\nuv=={version('uv')}\n")
     return environment(requirements)
 
 
