@@ -59,6 +59,8 @@ VISION: dict[str, Any] = {
 """The vision tower of models that see. The numbers above are then those of their text part."""
 _LAYERS = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
 VISION_OF: dict[str, dict[str, Any]] = {
+    "gemma4": {**_LAYERS, "intermediate_size": 48, "num_key_value_heads": 2, "position_embedding_size": 16},
+    "mistral3": {**_LAYERS, "intermediate_size": 48, "image_size": 32, "head_dim": 16},
     "kimi_k25": {**_LAYERS, "intermediate_size": 48},
     "nemotron_h_omni": {**_LAYERS, "image_size": 32, "max_img_size": 64, "video_temporal_patch_size": 2},
     "qwen3_5": {**VISION, "deepstack_visual_indexes": []},
@@ -94,6 +96,24 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 
+_GEMMA_4: dict[str, Any] = {
+    "tie_word_embeddings": True,
+    "layer_types": _MIXED,
+    "sliding_window": WINDOW,
+    "global_head_dim": 64,
+    "vocab_size_per_layer_input": VOCAB,
+    "final_logit_softcapping": 3.0,
+}
+_PER_LAYER: dict[str, Any] = {
+    **_GEMMA_4,
+    "num_hidden_layers": 4,
+    "layer_types": _MIXED * 2,
+    "hidden_size_per_layer_input": 16,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
+"""The small models of Gemma 4: embeddings for each layer, and layers that read keys and values of earlier ones."""
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, **_WHOLE},
     "qwen2.5": {"model_type": "qwen2", "rope_parameters": _YARN, **_WHOLE},
@@ -117,6 +137,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": _MIXED,
         "query_pre_attn_scalar": 48,
     },
+    "gemma-4": {"model_type": "gemma4_text", **_PER_LAYER},
+    "gemma-4 that sees": {"model_type": "gemma4", **_PER_LAYER, "pad_token_id": 0},
     "phi": {"model_type": "phi", "partial_rotary_factor": 0.5, **_WHOLE},
     "phi-3": {"model_type": "phi3", "sliding_window": WINDOW, **_WHOLE},
     "phi-4-mini": {"model_type": "phi3", "partial_rotary_factor": 0.75, "tie_word_embeddings": True, **_WHOLE},
@@ -144,6 +166,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "layer_types": _MIXED,
         "tie_word_embeddings": True,
+    },
+    "hunyuan": {
+        "model_type": "hunyuan_v1_dense",
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
     },
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "use_sliding_window": False, **_WHOLE},
     "qwen3.5": {"model_type": "qwen3_5_text", **_DELTA_RULE},
@@ -217,6 +244,12 @@ _SCALED: dict[str, Any] = {
 }
 """Experts of DeepSeek's kind: sigmoids, chosen in groups, with a shared expert."""
 
+_MISTRAL_4: dict[str, Any] = {
+    **_LATENT,
+    **{name: value for name, value in _SCALED.items() if name not in ("topk_method", "scoring_func")},
+    "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+}
+
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3-moe": {
         "model_type": "qwen3_moe",
@@ -256,6 +289,28 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
         **_SCALED,
     },
+    "glm-4.7-flash": {"model_type": "glm4_moe_lite", **_LATENT, **_SCALED},
+    "gemma-4-moe": {
+        "model_type": "gemma4_text",
+        **_GEMMA_4,
+        "tie_word_embeddings": False,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 48,
+    },
+    "hunyuan-moe": {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 2]},
+    "hunyuan-3": {
+        "model_type": "hy_v3",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+    },
+    "mistral-4": {"model_type": "mistral4", **_MISTRAL_4},
+    "mistral-4 that sees": {"model_type": "mistral3", "text_model_type": "mistral4", **_MISTRAL_4},
     "minimax-m2": {
         "model_type": "minimax_m2",
         "num_local_experts": 4,
@@ -294,10 +349,12 @@ def make_family(name: str, directory: Path, **changed: Any) -> str:
 
 
 def save_random(settings: dict[str, Any], path: Path) -> str:
-    """Save a random model of these settings of transformers' configuration, `model_type` among them. `head_dim` may be
-    None: some configurations have no such setting."""
+    """Save a random model of these settings of transformers' configuration, `model_type` among them, and for some that
+    see `text_model_type`. `head_dim` may be None: some configurations have no such setting."""
     # A copy, because configurations write into the dictionaries that they get.
     given = copy.deepcopy({name: value for name, value in settings.items() if name != "model_type"})
+    if "text_model_type" in given:
+        given["model_type"] = given.pop("text_model_type")
     if given.get("head_dim", 0) is None:
         del given["head_dim"]
     model_type = settings["model_type"]
@@ -320,6 +377,8 @@ def save_random(settings: dict[str, Any], path: Path) -> str:
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 if name.endswith(("experts.gate_up_proj_bias", "experts.down_proj_bias", "e_score_correction_bias")):
                     tensor.normal_(0, 0.15)
+                if name.endswith("layer_scalar"):
+                    tensor.normal_(1, 0.1)
     model.save_pretrained(path)
     if model_type in SEES:
         (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))

@@ -38,9 +38,9 @@ STEP_BUFFERS = 8
 """Buffers of an adapter's size during a step of AdamW: weights, gradient and two moments; the clipped gradient, both
 new moments and new weights."""
 
-_NORMS_OF_HEADS = ("qwen3", "gemma3")
+_NORMS_OF_HEADS = ("qwen3", "gemma3", "gemma4", "hunyuan")
 """Starts of model types with norms of queries and keys."""
-_NORMS_OF_RESULTS = ("gemma2", "gemma3")
+_NORMS_OF_RESULTS = ("gemma2", "gemma3", "gemma4")
 """And with norms of what attention and MLP give."""
 
 

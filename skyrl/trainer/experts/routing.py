@@ -49,9 +49,27 @@ def _sigmoid(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 def _scaled_sigmoid(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     weights = logits.float().sigmoid().gather(1, experts)
-    if router.norm_topk_prob:
+    return _scaled(weights, router.norm_topk_prob, router.routed_scaling_factor)
+
+
+def _scaled_sigmoid_of_hunyuan(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    return _scaled(logits.sigmoid().gather(1, experts), True, router.router_scaling_factor)
+
+
+def _scaled_softmax(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    return _scaled(logits.softmax(-1).gather(1, experts), router.norm_topk_prob, router.routed_scaling_factor)
+
+
+def _scaled(weights: Tensor, sum_is_one: bool, factor: float) -> Tensor:
+    if sum_is_one:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * router.routed_scaling_factor
+    return weights * factor
+
+
+def _scaled_probabilities(router: Any, probabilities: Tensor, experts: Tensor) -> Tensor:
+    """Gemma 4's router gives probabilities in the place of logits, and has a factor for each expert."""
+    weights = probabilities.gather(1, experts)
+    return weights / weights.sum(-1, keepdim=True) * router.per_expert_scale[experts]
 
 
 ROUTERS: dict[str, Weigh] = {
@@ -67,6 +85,10 @@ ROUTERS: dict[str, Weigh] = {
     "Glm4MoeLiteTopkRouter": _scaled_sigmoid,
     "KimiLinearTopkRouter": _scaled_sigmoid,
     "NemotronHTopkRouter": _scaled_sigmoid,
+    "HunYuanMoEV1Gate": _softmax_of_all,
+    "HYV3TopKRouter": _scaled_sigmoid_of_hunyuan,
+    "Mistral4TopkRouter": _scaled_softmax,
+    "Gemma4TextRouter": _scaled_probabilities,
 }
 """How each kind of router weighs the experts that it uses. What else changes its *choice*, such as groups of experts,
 or a bias that makes their use even, changes no weights. Every kind returns `RouterOutput`."""
@@ -161,11 +183,24 @@ def _joined(slices: Sequence[PackedItem]) -> Tensor | None:
     )
 
 
+def counts_of(router: Any) -> tuple[int, int]:
+    """How many experts a layer has, and how many of them each row uses."""
+    if hasattr(router, "top_k"):
+        return int(router.num_experts), int(router.top_k)
+    return int(router.config.num_experts), int(router.config.top_k_experts)
+
+
 def mixture_of(routers: Sequence[Any]) -> Mixture | None:
-    """What a client must know to send routed experts; None for a dense model."""
+    """What a client must know to send routed experts; None for a dense model. Raises ValueError if layers differ in
+    it."""
     if not routers:
         return None
-    return Mixture(len(routers), int(routers[0].num_experts), int(routers[0].top_k))
+    counts = {counts_of(router) for router in routers}
+    if len(counts) > 1:
+        some = " and ".join(f"{used} of {experts}" for experts, used in sorted(counts)[:2])
+        raise ValueError(f"its layers use different numbers of experts ({some}), which is not supported")
+    ((experts, used),) = counts
+    return Mixture(len(routers), experts, used)
 
 
 def with_frozen_experts(

@@ -53,11 +53,15 @@ class PlainModel(PackedModel):
         return OutputLayer(linear, head, self.transform)
 
 
+_STAYING = (f".{CORRECTION}", ".layer_scalar")
+"""Buffers that stay as they are, because transformers trains none: corrections of routers' scores, and the factors of
+Gemma 4's layers."""
+
+
 def check_all_trained(path: str, model: Any) -> None:
-    """Raise ConfigError for a model that has other weights than parameters and its routers' corrections, which stay as
-    they are."""
+    """Raise ConfigError for a model that has other weights than parameters and the buffers of `_STAYING`."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    others = [name for name in model.state_dict() if name not in parameters and not name.endswith(f".{CORRECTION}")]
+    others = [name for name in model.state_dict() if name not in parameters and not name.endswith(_STAYING)]
     if others:
         raise ConfigError(
             f"base_model: {path} has weights that are no parameters, such as {others[0]}: full fine-tuning does "

@@ -32,6 +32,10 @@ FORMAT_1_TENSORS = "state.safetensors"
 OPTIMIZER_PARTS = ("exp_avg", "exp_avg_sq", "gradient")
 _TRAIN_FLAGS = ("train_attn", "train_mlp", "train_unembed")
 _PEFT_PREFIX, _PEFT_SUFFIX = "base_model.model.", ".weight"
+_LANGUAGE_MODEL = "language_model."
+"""In the names of all layers of a model that sees, but for an output layer beside it."""
+_OF_TOWERS = r"(?!.*(language_model|lm_head)).*"
+"""The names of modules beside the language model. PEFT knows no adapters on some of them (Gemma 4's)."""
 
 
 def save_state(adapter: Adapter, base_model: str, directory: Path) -> None:
@@ -145,13 +149,16 @@ def save_adapter(adapter: Adapter, base_model: str, directory: Path, dtype: torc
     (directory / PEFT_JSON).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _peft_targets(adapter: Adapter, fused: frozenset[str]) -> dict[str, list[str]]:
-    """By the last part of a module's name; of fused experts, by the last parts of their parameters' names."""
+def _peft_targets(adapter: Adapter, fused: frozenset[str]) -> dict[str, list[str] | str]:
+    """By the last part of a module's name; of fused experts, by the last parts of their parameters' names. Modules of
+    what sees and hears, which may have the same names, are left out."""
     named = [target.name.rpartition(".") for target in adapter.targets]
     modules = {leaf for module, _, leaf in named if module not in fused}
     parameters = {".".join([*module.rsplit(".", 2)[-2:], leaf]) for module, _, leaf in named if module in fused}
     # gate_up_proj comes first: PEFT then names its pair `base_layer`
-    more = {"target_parameters": sorted(parameters, reverse=True)} if parameters else {}
+    more: dict[str, list[str] | str] = {"target_parameters": sorted(parameters, reverse=True)} if parameters else {}
+    if any(_LANGUAGE_MODEL in target.name for target in adapter.targets):
+        more["exclude_modules"] = _OF_TOWERS
     return {"target_modules": sorted(modules), **more}
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -213,7 +214,12 @@ def check_config(path: str, config: Any) -> None:
         )
     rope = getattr(text_config, "rope_parameters", None) or {}
     for kind in (rope, *(each for each in rope.values() if isinstance(each, dict))):  # Gemma 3 has one for each kind
-        if kind.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+        if kind.get("rope_type") in _LENGTH_DEPENDENT_ROPE and not _has_fixed_base(text_config, kind):
             raise ConfigError(
                 f"base_model: {path} has {kind['rope_type']} position embeddings, which depend on the batch"
             )
+
+
+def _has_fixed_base(config: Any, rope: Mapping[str, Any]) -> bool:
+    """Hunyuan's `dynamic` rope with an `alpha` has the same frequencies for all lengths of the model's context."""
+    return config.model_type.startswith("hunyuan") and bool(rope.get("alpha"))

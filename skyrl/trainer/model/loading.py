@@ -31,13 +31,20 @@ from skyrl.trainer.experts.routing import CORRECTION
 from skyrl.trainer.files.config import LOADING_ERRORS, ModelConfig, cannot_load, one_line, read_config
 from skyrl.trainer.files.tensor_files import StoredWeights, weight_files
 
-SEEING = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "kimi_k25", "nemotron_h_omni"})
+SEEING = frozenset(
+    {
+        *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "kimi_k25", "nemotron_h_omni"),
+        *("gemma4", "mistral3"),
+    }
+)
 """Model types with a vision tower whose class computes text alone as its text model does."""
+_LISTED_AS_SEEING = SEEING | {"mistral4"}
+"""transformers has the class of Mistral 4's text part there alone."""
 
 
 def model_class(config: Any) -> Any:
     """transformers' class that loads models of this configuration."""
-    return AutoModelForImageTextToText if config.model_type in SEEING else AutoModelForCausalLM
+    return AutoModelForImageTextToText if config.model_type in _LISTED_AS_SEEING else AutoModelForCausalLM
 
 
 TOWER = "visual"
@@ -129,9 +136,9 @@ def check_quantized(path: str, described: ModelConfig) -> None:
 def class_of(path: str, config: Any) -> Any:
     """transformers' class of the language model, or of the model with a language model that sees. Raises ConfigError
     if it has none."""
-    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if config.model_type in SEEING else MODEL_FOR_CAUSAL_LM_MAPPING
+    seeing = config.model_type in _LISTED_AS_SEEING
     try:
-        return mapping[type(config)]
+        return (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if seeing else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
     except KeyError:
         raise cannot_load(
             path, f"config.json's model_type is {config.model_type!r}, and transformers has no language model of it"

@@ -55,6 +55,11 @@ class Form:
         return sorted(leaf for leaf in leaves if leaf not in self.frozen) in map(sorted, allowed)
 
 
+_GATED = ("gate_proj", "up_proj", "down_proj")
+_ROUTERS = ("wg", "proj")
+"""Routers that are linear layers, or have one: Hunyuan's and Gemma 4's."""
+_PER_LAYER_INPUTS = ("per_layer_input_gate", "per_layer_projection")
+"""How Gemma 4's layers take each token's embedding for that layer."""
 FORMS = (
     Form(
         (
@@ -64,10 +69,12 @@ FORMS = (
             ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),  # latent attention of DeepSeek
             ("q_proj", "kv_a_proj_with_mqa", "o_proj"),
             (*("q_proj", "k_proj", "v_proj", "f_a_proj", "f_b_proj"), *("b_proj", "g_a_proj", "g_b_proj", "o_proj")),
-        ),  # the last one: the delta rule of Kimi-Linear
-        ("gate_proj", "up_proj", "down_proj"),
-        frozen=("shared_expert_gate", "kv_b_proj"),
+            ("q_proj", "o_proj"),  # Gemma 4, where a layer reads the keys and values of an earlier one
+        ),  # the one before: the delta rule of Kimi-Linear
+        _GATED,
+        frozen=("shared_expert_gate", "kv_b_proj", *_ROUTERS, *_PER_LAYER_INPUTS),
     ),
+    Form((("q_proj", "o_proj"),), _GATED, frozen=("k_proj", *_ROUTERS)),  # Gemma 4, where the values are the keys
     Form((("qkv_proj", "o_proj"),), ("gate_up_proj", "down_proj")),  # Phi-3
     Form((("q_proj", "k_proj", "v_proj", "dense"),), ("fc1", "fc2")),  # Phi
     Form(
@@ -79,8 +86,9 @@ FORMS = (
 )
 """A fused projection is one layer with one pair of matrices, as PEFT and vLLM have it. vLLM must load adapters on all
 of a form: GLM-4, with the attention of the first and the MLP of the second form, is none, because vLLM wants its MLP in
-parts. The last form is that of Nemotron-H, with Mamba-2 as its other mixer. Frozen layers are those whose adapters vLLM
-would ignore, and Mamba-2's `out_proj`, which PEFT refuses."""
+parts. The last form is that of Nemotron-H, with Mamba-2 as its other mixer. Frozen layers are routers, those whose
+adapters vLLM would ignore, and Mamba-2's `out_proj`, which PEFT refuses. Where the values are the keys, vLLM would add
+the update of `k_proj` to the keys alone, and transformers computes it for both."""
 
 UNEMBED = ("lm_head",)
 ATTENTION = tuple(dict.fromkeys(leaf for form in FORMS for mixer in form.mixers for leaf in mixer))

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from skyrl.base.config.pass_memory import FIRST_GUESS, FREE_ANYHOW, LARGE_ROWS, SHARE
 from skyrl.base.config.server import ConfigError
 from skyrl.runtime.processes.host_resources import free_host_bytes
-from skyrl.trainer.experts.routing import router_of
+from skyrl.trainer.experts.routing import counts_of, router_of
 from skyrl.trainer.quantized.kept import weights_of
 
 Setting = bool | Literal["auto"]
@@ -183,7 +183,7 @@ def _product_bytes(layers: Sequence[nn.Module]) -> int:
         (module, router) for module in modules if (router := router_of(module)) is not None
     ]
     return dense + sum(
-        router.top_k * sum(weights.shape[1:]) * weights.element_size()
+        counts_of(router)[1] * sum(weights.shape[1:]) * weights.element_size()
         for module, router in mixtures
         for weights in weights_of(module.experts)
         if weights.ndim == 3  # [experts, outputs, inputs], or transposed; biases have no products

@@ -53,6 +53,8 @@ HYBRIDS = ("qwen3-next", "qwen3.5-moe", "qwen3.5-moe that sees", "kimi-linear")
 """transformers computes their delta rule in float32, whatever the model's dtype. Its gradients are up to 2e-5 from
 those of a delta rule in float64, and ours up to 4e-5. Its logprobs depend on the CPU's instructions, too: with AVX2
 alone they are up to 2.3e-5 from ours, with AVX-512 less than 2e-5."""
+LOOSE = (*HYBRIDS, "gemma-4-moe")
+"""Of gradients. Gemma 4's scores of attention have no scale: transformers' own, in float32, are up to 3e-5 away."""
 TRIED: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in MIXTURES},
     "gpt-oss": ("gpt-oss", {"swiglu_limit": 1.5}),
@@ -159,7 +161,7 @@ def test_logprobs_and_gradients_equal_autograd_on_merged_weights(tmp_path: Path,
     theirs = {f"gradient.{name}": value for name, value in zip(leaves, gradients, strict=True)}
     ours = {name: one for name, one in saved(backend, "m", tmp_path).items() if name.startswith("gradient.")}
     assert all(bool(tensor.any()) for tensor in ours.values())
-    assert_close(ours, theirs, GRADIENT_BOUND * (5 if family in HYBRIDS else 1))
+    assert_close(ours, theirs, GRADIENT_BOUND * (5 if family in LOOSE else 1))
     of_gradients = max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in ours)
     print(f"{family}: largest difference of a logprob {largest:.0e}, of a gradient {of_gradients:.0e}")
     if replay:
@@ -168,9 +170,12 @@ def test_logprobs_and_gradients_equal_autograd_on_merged_weights(tmp_path: Path,
         record(family, logprob=largest, gradient=of_gradients, **facts_of(backend))
 
 
-PEFT_LACKS = ("nemotron-h", "nemotron-h with latent experts", "nemotron-h that sees", "kimi-linear", "kimi-k2.5")
+PEFT_LACKS = (
+    *("nemotron-h", "nemotron-h with latent experts", "nemotron-h that sees", "kimi-linear", "kimi-k2.5"),
+    *("gemma-4-moe", "hunyuan-3", "mistral-4", "mistral-4 that sees"),
+)
 """PEFT reads no names of one expert's projections in these families: it leaves out the experts."""
-PEFT_LEAVES_OUT_MLPS = ("qwen3-moe", "qwen3-next", "deepseek-v3", "glm-4.5")
+PEFT_LEAVES_OUT_MLPS = ("qwen3-moe", "qwen3-next", "deepseek-v3", "glm-4.5", "glm-4.7-flash", "hunyuan-moe")
 """PEFT reads the names of one expert's projections in these families, and then finds no MLP with the same names:
 neither that of a layer without experts, nor that of a shared expert."""
 

@@ -20,16 +20,22 @@ MODULES = {
     "Qwen3VLMoeTextTopKRouter": "qwen3_vl_moe",
     "MixtralTopKRouter": "mixtral",
     "GptOssTopKRouter": "gpt_oss",
+    "HunYuanMoEV1Gate": "hunyuan_v1_moe",
+    "Mistral4TopkRouter": "mistral4",
+    "Gemma4TextRouter": "gemma4",
     "MiniMaxM2TopKRouter": "minimax_m2",
+    "HYV3TopKRouter": "hy_v3",
     "DeepseekV3TopkRouter": "deepseek_v3",
     "Glm4MoeTopkRouter": "glm4_moe",
     "Glm4MoeLiteTopkRouter": "glm4_moe_lite",
     "KimiLinearTopkRouter": "kimi_linear",
     "NemotronHTopkRouter": "nemotron_h",
 }
-SOFTMAX = tuple(MODULES)[:6]
-SIGMOID = tuple(MODULES)[6:]
-WITH_SETTING = ("Qwen3MoeTopKRouter", "Qwen3NextTopKRouter", *SIGMOID[1:])
+SOFTMAX = tuple(MODULES)[:9]
+SIGMOID = tuple(MODULES)[9:]
+GIVEN_THE_BIAS = SIGMOID[:2]
+WITH_SETTING = ("Qwen3MoeTopKRouter", "Qwen3NextTopKRouter", "Mistral4TopkRouter")
+FACTOR = 2.5
 
 
 def _router(name: str, dtype: torch.dtype = torch.float32, *, normed: bool = True, groups: int = 4) -> Any:
@@ -39,8 +45,12 @@ def _router(name: str, dtype: torch.dtype = torch.float32, *, normed: bool = Tru
         num_experts=EXPERTS,
         num_local_experts=EXPERTS,
         num_experts_per_tok=PER_ROW,
+        moe_topk=PER_ROW,
+        top_k_experts=PER_ROW,
         norm_topk_prob=normed,
-        routed_scaling_factor=2.5,
+        routed_scaling_factor=FACTOR,
+        router_scaling_factor=FACTOR,
+        rms_norm_eps=1e-6,
         n_group=groups,
         topk_group=max(1, groups // 2),
     )
@@ -52,7 +62,7 @@ def _router(name: str, dtype: torch.dtype = torch.float32, *, normed: bool = Tru
 
 
 def _output(name: str, router: Any, hidden: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if name == "MiniMaxM2TopKRouter":
+    if name in GIVEN_THE_BIAS:
         return router(hidden, bias)
     if name in SIGMOID:
         router.e_score_correction_bias.copy_(bias)
@@ -74,6 +84,7 @@ def test_with_its_own_experts_a_router_gives_the_same_bits_and_gradients(
     routing = Routing([router])
     hidden = torch.randn(ROWS, HIDDEN, dtype=dtype).requires_grad_()
     bias = torch.randn(EXPERTS) * 0.2
+    matrix = next(parameter for parameter in router.parameters() if parameter.ndim == 2)
     found = []
     experts: Tensor | None = None
     for _ in range(2):
@@ -81,7 +92,7 @@ def test_with_its_own_experts_a_router_gives_the_same_bits_and_gradients(
         assert experts is None or torch.equal(chosen, experts)
         experts = chosen
         mixed = (weights.float() * torch.arange(1.0, PER_ROW + 1)).sum()
-        found.append((weights, *torch.autograd.grad(mixed, [hidden, router.weight])))
+        found.append((weights, *torch.autograd.grad(mixed, [hidden, matrix])))
         _follow(routing, experts)
     (weights, *gradients), (replayed, *others) = found
     assert replayed.dtype == weights.dtype
@@ -116,9 +127,15 @@ def test_softmax_routers_weigh_given_experts_by_their_logits(name: str, normed: 
     _follow(Routing([router]), given)
     logits, weights, chosen = router(torch.randn(ROWS, HIDDEN))
     assert torch.equal(chosen, given)
+    if name == "Gemma4TextRouter":  # it gives probabilities
+        logits = logits.log()
     shares = logits.exp() / logits.exp().sum(-1, keepdim=True)
     of_all = 1.0 if normed or name not in WITH_SETTING else shares.gather(1, given).sum(-1, keepdim=True)
     expected = logits.gather(1, given).softmax(-1) * of_all
+    if name == "Mistral4TopkRouter":
+        expected = expected * FACTOR
+    elif name == "Gemma4TextRouter":
+        expected = expected * router.per_expert_scale[given]
     torch.testing.assert_close(weights, expected)
 
 
