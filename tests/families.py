@@ -216,6 +216,10 @@ _LATENT: dict[str, Any] = {
 }
 """Latent attention of DeepSeek's kind, and a first layer without experts."""
 
+_INDEXER: dict[str, Any] = {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 32}
+"""Attention to few tokens. With many heads no two scores are equal, which would be those of tokens that no head's query
+points at."""
+
 _MAMBA: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
@@ -249,6 +253,12 @@ _MISTRAL_4: dict[str, Any] = {
     **{name: value for name, value in _SCALED.items() if name not in ("topk_method", "scoring_func")},
     "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
 }
+
+_RANDOM_TOO = (
+    *("experts.gate_up_proj_bias", "experts.down_proj_bias", "e_score_correction_bias"),
+    *("index_kpool_compress_ape", "index_kpool_compress_gate"),
+)
+"""Tensors to which transformers gives equal numbers at first."""
 
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3-moe": {
@@ -338,6 +348,24 @@ MIXTURES: dict[str, dict[str, Any]] = {
         **_SCALED,
         "num_experts": 8,
     },
+    "deepseek-v3.2": {"model_type": "deepseek_v32", **_LATENT, **_SCALED, **_INDEXER},
+    "glm-5": {"model_type": "glm_moe_dsa", **_LATENT, **_SCALED, **_INDEXER, "index_topk_pattern": "FSF"},
+    "glm-5.3-flash": {
+        "model_type": "glm5_next",
+        **_LATENT,
+        **_SCALED,
+        **_INDEXER,
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+        "indexer_types": ["full", "full", "shared"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "qk_rope_head_dim": 0,
+        "linear_num_heads": 2,
+        "linear_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "index_kpool": 4,
+        "hc_mult": 2,
+        "swiglu_limit": 1.5,
+    },
 }
 """Mixtures of experts that adapters can train. Some have a dense layer: PEFT leaves out its MLP in the first one."""
 
@@ -375,7 +403,7 @@ def save_random(settings: dict[str, Any], path: Path) -> str:
                 if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                if name.endswith(("experts.gate_up_proj_bias", "experts.down_proj_bias", "e_score_correction_bias")):
+                if name.endswith(_RANDOM_TOO):
                     tensor.normal_(0, 0.15)
                 if name.endswith("layer_scalar"):
                     tensor.normal_(1, 0.1)

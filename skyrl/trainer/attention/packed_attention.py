@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from skyrl.trainer.attention.divided import Scoring, divided_attention
+from skyrl.trainer.attention.sparse import Chosen, attend_to_chosen
 from skyrl.trainer.device import HOST
 from skyrl.trainer.reused import Reused
 from skyrl.trainer.rows.packing import AttentionGroup, FromCells, Grids, IntoCells, Shape
@@ -205,22 +206,25 @@ def segments_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     *,
     attention_groups: Sequence[Sequence[AttentionGroup]] | SequencePart | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Chosen | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]; returns [1, rows, heads,
     head_dim].
 
     `attention_groups`: of each slice, which cover the rows in order; or the rows are this rank's part of one sequence.
-    `s_aux`: the heads' sinks [heads]. Dropout is
-    never applied. Raises ValueError for position biases, which would need another kernel, and without groups.
+    `s_aux`: the heads' sinks [heads]. `indices`: what an indexer has chosen, without a window, softcap and sinks; some
+    layers give it in the mask's place. Dropout is never applied. Raises ValueError for position biases, which would
+    need another kernel, and without groups.
     """
+    chosen = attention_mask if isinstance(attention_mask, Chosen) else indices
     if attention_groups is None:
         raise ValueError("the model does not pass the layout of the rows on to its attention")
     for name in _UNSUPPORTED:
@@ -245,16 +249,14 @@ def segments_attention(
     # Cut into parts once: backward then puts their gradients together once, in place of a sum over all cells for each
     parts = zip(*(state.split(of_calls) for state, of_calls in zip(states, sizes, strict=True)), strict=True)
     outputs: list[Tensor] = []
-    for (shape, bundles), of_call in zip(grids.calls, parts, strict=True):
-        mask = masks.of(shape, mask_dtype)
-        output = attend(
-            *(part.unflatten(0, (bundles, -1)).transpose(1, 2) for part in of_call),
-            mask=mask,
-            causal=mask is None,
-            scale=scaling,
-            softcap=softcap,
-            sinks=sinks,
-        )
+    choices = (None,) * len(grids.calls) if chosen is None else chosen.bits
+    for (shape, bundles), of_call, bits in zip(grids.calls, parts, choices, strict=True):
+        given = [part.unflatten(0, (bundles, -1)).transpose(1, 2) for part in of_call]
+        if bits is not None:
+            output = attend_to_chosen(attend, *given, bits, shape, scale=scaling, block_bytes=SCORES_BYTES)
+        else:
+            mask = masks.of(shape, mask_dtype)
+            output = attend(*given, mask=mask, causal=mask is None, scale=scaling, softcap=softcap, sinks=sinks)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     made = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return (made if grids.queries is None else FromCells.apply(made, grids.queries))[None], None
@@ -285,17 +287,23 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 @dataclass(frozen=True)
 class AttentionCall:
     """What one layer asks its attention for. `sees` is transformers' mask: it gets indices of the batch, head, query
-    and key, and returns whether the query sees the key; None: the layer has no mask."""
+    and key, and returns whether the query sees the key; None: the layer has no mask. made: float [1, 1, tokens,
+    tokens], a mask that the layer has made itself, of the tokens that its indexer has chosen."""
 
     layer: str
     window: int | None
     sees: MaskFunction | None
     options: tuple[str, ...]
+    made: Tensor | None = None
 
     def check(self) -> None:
         """Raise ValueError unless the layer's mask is that of a causal window of `window` tokens (None: all before)."""
         if self.options:
             raise ValueError(f"{self.layer}: attention with {', '.join(self.options)} is not supported")
+        if self.made is not None:
+            if bool((self.made == 0).triu(1).any()):
+                raise ValueError(f"{self.layer}: a token sees later ones, which is not supported")
+            return  # which of the earlier ones is compared where packed rows are
         if self.sees is None:
             raise ValueError(f"{self.layer}: attention without a causal mask is not supported")
         window = self.window or _FAR
@@ -320,11 +328,15 @@ class AttentionCall:
             )
 
 
-class _NotedMask:
+class NotedMask:
     """Travels through the model's layers in the place of a mask."""
 
     def __init__(self, sees: MaskFunction) -> None:
         self.sees = sees
+
+    def __getitem__(self, place: Any) -> NotedMask:
+        """Layers with an indexer give it the part without heads."""
+        return self
 
 
 _calls: list[AttentionCall] = []
@@ -342,8 +354,9 @@ def recorded_calls(model: Any) -> Iterator[list[AttentionCall]]:
         model.set_attn_implementation(before)
 
 
-_COMPUTED_BY_PACKED_ROWS = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
+_COMPUTED_BY_PACKED_ROWS = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "indices"}
 _WITHOUT_EFFECT = {
+    "input_ids",
     "position_ids",
     "use_cache",
     "cache_position",
@@ -358,7 +371,7 @@ def _note(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: _NotedMask | None,
+    attention_mask: NotedMask | Tensor | None,
     *,
     sliding_window: int | None = None,
     **kwargs: Any,
@@ -366,14 +379,15 @@ def _note(
     known = _COMPUTED_BY_PACKED_ROWS | _WITHOUT_EFFECT
     unknown = tuple(sorted(name for name, given in kwargs.items() if given is not None and name not in known))
     layer = f"layer {getattr(module, 'layer_idx', len(_calls))} ({type(module).__name__})"
-    sees = attention_mask.sees if isinstance(attention_mask, _NotedMask) else None
-    _calls.append(AttentionCall(layer, sliding_window, sees, unknown))
+    sees = attention_mask.sees if isinstance(attention_mask, NotedMask) else None
+    made = attention_mask if isinstance(attention_mask, Tensor) else None
+    _calls.append(AttentionCall(layer, sliding_window, sees, unknown, made))
     count, heads, rows, _ = query.shape
     return value.new_zeros(count, rows, heads, value.shape[-1]), None
 
 
 def _note_mask(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> Any:
-    return _NotedMask(mask_function)
+    return NotedMask(mask_function)
 
 
 AttentionInterface.register(RECORDER, _note)

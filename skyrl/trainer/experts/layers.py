@@ -56,6 +56,7 @@ _WITHOUT_GATE = AdapterNames(("up_proj",), "down_proj")
 _FUSED = AdapterNames(("gate_up_proj",), "down_proj")
 _NUMBERED = AdapterNames(("w1", "w3"), "w2", "block_sparse_moe")
 _OF_CLASS = {
+    "Glm5NextTextExperts": _PER_EXPERT,
     "GptOssExperts": _FUSED,
     "Qwen3VLMoeTextExperts": _FUSED,
     "Qwen3_5MoeExperts": _FUSED,
@@ -81,6 +82,8 @@ def base_experts(module: Any) -> BaseExperts:
         biases = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias, module.down_proj_bias
     if not module.has_gate:
         return BaseExperts(first, down, module.act_fn, 1, *biases)
+    if len(_names_of(module).first) > 1 and type(module).__name__ in _OF_CLASS and _has_own_gate(module):
+        return BaseExperts(first, down, _joined(module._apply_gate), 2, *biases)
     if len(_names_of(module).first) == 1 or _has_own_gate(module):
         return BaseExperts(first, down, module._apply_gate, 1, *biases)
     return BaseExperts(first, down, gated(module.act_fn), 2, *biases)
@@ -98,6 +101,11 @@ def _parameters_of(module: Any) -> set[str]:
 def _has_own_gate(module: Any) -> bool:
     """Whether the experts make something else than `act_fn(gate) * up` of their first product."""
     return type(module)._apply_gate is not _default_apply_gate
+
+
+def _joined(apply_gate: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """For `BaseExperts.inner`, of a function of gate and up side by side."""
+    return lambda gate, up: apply_gate(torch.cat([gate, up], dim=-1))
 
 
 def _without_updates(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

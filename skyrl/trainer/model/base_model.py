@@ -91,6 +91,12 @@ UNFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a model raises whose layers do not fit to packed rows."""
 
 
+_OTHERWISE_CHOSEN = {torch.float32: 0.02, torch.bfloat16: 0.1}
+"""The share of the tokens of a choice that rounding may change. Another formula changes more than half of them."""
+SPARSE = ("deepseek_v32", "glm_moe_dsa", "glm5_next_text")
+"""Kinds of language models whose indexers `attention.indexers` knows."""
+
+
 class BaseModel:
     """A causal language model whose weights never change. `packed` computes; `targets` and the sizes describe it.
     `tower`: computes pictures; None if the model takes none."""
@@ -157,7 +163,8 @@ class BaseModel:
     def verify(self, expected: Tensor) -> None:
         """Raise ConfigError unless packed rows give the `expected` logits of the probe: those that transformers
         computes for each sequence alone, up to rounding. The rows of a mixture use the experts that transformers has
-        chosen: rounding may change the choice where two experts are nearly equal."""
+        chosen: rounding may change the choice where two experts are nearly equal. So do those of sparse attention with
+        the tokens, of which few may be others than packed rows choose."""
         data, probe = self._probe(), self._vision_probe
         data = self._with_experts(data if probe is None else [*data, probe.datum])
         packed = pack_alone(data, self.device, {} if probe is None else probe.seen)
@@ -172,6 +179,12 @@ class BaseModel:
             raise ConfigError(
                 f"base_model: {self.path} gives other logits on packed rows than in transformers "
                 f"(relative difference {worst:.2g}, allowed {tolerance:g}); its architecture is not supported"
+            )
+        allowed = _OTHERWISE_CHOSEN[base_dtype(self.device)]
+        if not (difference := self.packed.indexing.difference) <= allowed:
+            raise ConfigError(
+                f"base_model: {self.path} chooses other tokens for its sparse attention on packed rows than in "
+                f"transformers ({difference:.0%} of them, allowed {allowed:.0%}); its architecture is not supported"
             )
 
     @torch.no_grad()
@@ -202,15 +215,17 @@ class BaseModel:
 
 
 def check_config(path: str, config: Any) -> None:
-    """Raise ConfigError for a model whose position embeddings depend on the batch, or with sparse attention.
+    """Raise ConfigError for a model whose position embeddings depend on the batch, or with sparse attention of an
+    unknown kind.
 
-    Sparse attention would pass the comparison of logits: in it, sequences of up to `index_topk` tokens see all of
+    Such attention would pass the comparison of logits: in it, sequences of up to `index_topk` tokens see all of
     theirs."""
     text_config = config.get_text_config()
-    if (tokens := getattr(text_config, "index_topk", None)) is not None:
+    tokens = getattr(text_config, "index_topk", None)
+    if tokens is not None and text_config.model_type not in SPARSE:
         raise ConfigError(
             f"base_model: {path} ({text_config.model_type}) has sparse attention to the {tokens} tokens that an "
-            "indexer chooses (index_topk), which is not supported"
+            f"indexer chooses (index_topk), of another kind than {', '.join(SPARSE)}, which is not supported"
         )
     rope = getattr(text_config, "rope_parameters", None) or {}
     for kind in (rope, *(each for each in rope.values() if isinstance(each, dict))):  # Gemma 3 has one for each kind

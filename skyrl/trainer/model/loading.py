@@ -34,7 +34,7 @@ from skyrl.trainer.files.tensor_files import StoredWeights, weight_files
 SEEING = frozenset(
     {
         *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "kimi_k25", "nemotron_h_omni"),
-        *("gemma4", "mistral3"),
+        *("gemma4", "glm5_next", "mistral3"),
     }
 )
 """Model types with a vision tower whose class computes text alone as its text model does."""

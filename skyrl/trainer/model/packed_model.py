@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.attention import packed_attention, recurrent
+from skyrl.trainer.attention.indexers import Indexing
 from skyrl.trainer.attention.packed_attention import AttentionCall, recorded_calls
 from skyrl.trainer.experts.layers import OWN_PRODUCTS, MultiLoraExperts
 from skyrl.trainer.experts.routing import Routing, mixture_of, routers_of
@@ -60,6 +61,7 @@ _ROUTERS = ("wg", "proj")
 """Routers that are linear layers, or have one: Hunyuan's and Gemma 4's."""
 _PER_LAYER_INPUTS = ("per_layer_input_gate", "per_layer_projection")
 """How Gemma 4's layers take each token's embedding for that layer."""
+_INDEXERS = ("wq_b", "wk", "weights_proj")
 FORMS = (
     Form(
         (
@@ -72,7 +74,7 @@ FORMS = (
             ("q_proj", "o_proj"),  # Gemma 4, where a layer reads the keys and values of an earlier one
         ),  # the one before: the delta rule of Kimi-Linear
         _GATED,
-        frozen=("shared_expert_gate", "kv_b_proj", *_ROUTERS, *_PER_LAYER_INPUTS),
+        frozen=("shared_expert_gate", "kv_b_proj", *_ROUTERS, *_PER_LAYER_INPUTS, *_INDEXERS),
     ),
     Form((("q_proj", "o_proj"),), _GATED, frozen=("k_proj", *_ROUTERS)),  # Gemma 4, where the values are the keys
     Form((("qkv_proj", "o_proj"),), ("gate_up_proj", "down_proj")),  # Phi-3
@@ -87,8 +89,9 @@ FORMS = (
 """A fused projection is one layer with one pair of matrices, as PEFT and vLLM have it. vLLM must load adapters on all
 of a form: GLM-4, with the attention of the first and the MLP of the second form, is none, because vLLM wants its MLP in
 parts. The last form is that of Nemotron-H, with Mamba-2 as its other mixer. Frozen layers are routers, those whose
-adapters vLLM would ignore, and Mamba-2's `out_proj`, which PEFT refuses. Where the values are the keys, vLLM would add
-the update of `k_proj` to the keys alone, and transformers computes it for both."""
+adapters vLLM would ignore, those of indexers, of which no gradient is known, and Mamba-2's `out_proj`, which PEFT
+refuses. Where the values are the keys, vLLM would add the update of `k_proj` to the keys alone, and transformers
+computes it for both."""
 
 UNEMBED = ("lm_head",)
 ATTENTION = tuple(dict.fromkeys(leaf for form in FORMS for mixer in form.mixers for leaf in mixer))
@@ -210,6 +213,7 @@ class PackedModel(nn.Module):
         self._wrap(model, mlp_of_mixtures=mlp_of_mixtures)
         self.model = model
         self.reach = recurrent.install(self.decoder_layers)
+        self.indexing = Indexing(self.decoder_layers)
 
     def _wrap(self, model: Any, *, mlp_of_mixtures: bool) -> None:
         try:
@@ -279,16 +283,19 @@ class PackedModel(nn.Module):
         for its backward. A model that is not divided has none: FSDP2's own method takes the place of this one."""
 
     def packed_logits(self, packed: PackedItem) -> Tensor:
-        """The base model's logits of packed rows, float32 [rows, vocabulary]."""
-        hidden = self._hidden_states([packed])
+        """The base model's logits of packed rows, float32 [rows, vocabulary]. Layers with an indexer attend to what it
+        has chosen in `stock_logits`."""
+        with self.indexing.following(packed):
+            hidden = self._hidden_states([packed])
         return self.lm_head.for_segment(hidden, LoraSegment(packed.start, packed.stop, 1.0)).float()
 
     def stock_logits(self, sequences: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """The base model's logits as transformers computes them, each sequence alone: float32 [tokens, vocabulary].
 
         sequences: the arguments of transformers' model for each, such as `input_ids`, int64 [1, tokens]. The attention
-        must be transformers' own. The experts that the tokens use are recorded in `routing`."""
-        with self.routing.recording():
+        must be transformers' own. The experts that the tokens use are recorded in `routing`, and what indexers choose
+        in `indexing`."""
+        with self.routing.recording(), self.indexing.recording():
             return torch.cat([self.model(**inputs, use_cache=False).logits[0].float() for inputs in sequences])
 
     def changed_logits(self, row: Tensor) -> tuple[Tensor, Tensor]:
@@ -327,10 +334,14 @@ class PackedModel(nn.Module):
         if self.reach:
             recomputed = self.recomputation is not None and self.recomputation.recomputes
             layout[recurrent.ROWS] = recurrent.PackedRows.of(slices, self.reach, recomputed=recomputed)
+        groups = packed_attention.PackedGroups([packed.groups for packed in slices])
+        if self.indexing.any:
+            recomputed = self.recomputation is not None and self.recomputation.recomputes
+            layout["attention_mask"] = self.indexing.masks(groups, recomputed=recomputed)
         output = self.model.get_decoder()(
             **self._inputs(slices),
             use_cache=False,
-            attention_groups=slices[0].part or packed_attention.PackedGroups([packed.groups for packed in slices]),
+            attention_groups=slices[0].part or groups,
             **layout,
         )
         return output.last_hidden_state[0]

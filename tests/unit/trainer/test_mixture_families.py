@@ -49,7 +49,7 @@ from tests.own_experts import own_experts
 
 LENGTHS = (7, 31, 1, 18)
 LOGPROB_BOUND, GRADIENT_BOUND = 2e-5, 1e-5
-HYBRIDS = ("qwen3-next", "qwen3.5-moe", "qwen3.5-moe that sees", "kimi-linear")
+HYBRIDS = ("qwen3-next", "qwen3.5-moe", "qwen3.5-moe that sees", "kimi-linear", "glm-5.3-flash")
 """transformers computes their delta rule in float32, whatever the model's dtype. Its gradients are up to 2e-5 from
 those of a delta rule in float64, and ours up to 4e-5. Its logprobs depend on the CPU's instructions, too: with AVX2
 alone they are up to 2.3e-5 from ours, with AVX-512 less than 2e-5."""
