@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from skyrl.trainer.attention.sparse import unpacked
 from skyrl.trainer.collectives import Exchange
 from skyrl.trainer.shares import SequencePart
 
@@ -58,15 +59,32 @@ class SoftmaxSum:
         return SoftmaxSum(output, sinks.float()[:, None].expand(heads, rows).clone())
 
 
-def attend_to(running: SoftmaxSum, query: Tensor, key: Tensor, value: Tensor, distance: int, scoring: Scoring) -> None:
+@dataclass(frozen=True)
+class ChosenKeys:
+    """Which keys queries see of those up to themselves. bits: uint8 [q, ...], one for each token of the sequence; the
+    first key is its token `start`."""
+
+    bits: Tensor
+    start: int
+
+
+def attend_to(
+    running: SoftmaxSum,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    distance: int,
+    scoring: Scoring,
+    chosen: ChosenKeys | None = None,
+) -> None:
     """Add keys to what the queries have attended to, in place. query: [heads, q, head_dim], key [kv_heads, k,
     head_dim], value [kv_heads, k, value_dim]; the first query is `distance` tokens after the first key, or before it if
-    that is negative. A query sees the keys up to itself."""
+    that is negative. A query sees the keys up to itself, or those `chosen` of them."""
     kv_heads = len(key)
     for rows, columns in _blocks(len(query), query.shape[1], key.shape[1], distance, scoring.window):
         states = _grouped(query[:, rows], kv_heads)
         scores, _ = _scores(states, key[:, columns], scoring)
-        scores = _masked(scores, rows, columns, distance, scoring.window)
+        scores = _masked(scores, rows, columns, distance, scoring.window, chosen)
         most = scores.amax(-1).clamp_(min=torch.finfo(torch.float32).min)  # -inf of a query that sees no key here
         weights = scores.sub_(most[..., None]).exp_()
         own_sums = most + weights.sum(-1).log()
@@ -100,6 +118,7 @@ def gradients_to(
     value: Tensor,
     distance: int,
     scoring: Scoring,
+    chosen: ChosenKeys | None = None,
 ) -> None:
     """Add the gradients by way of these keys, in place, to float32 tensors like query, key and value. The keys are as
     in `attend_to`."""
@@ -109,7 +128,7 @@ def gradients_to(
         states = _grouped(query[:, rows], kv_heads)
         keys, values = key[:, columns], value[:, columns]
         scores, slope = _scores(states, keys, scoring)
-        scores = _masked(scores, rows, columns, distance, scoring.window)
+        scores = _masked(scores, rows, columns, distance, scoring.window, chosen)
         weights = scores.sub_(_by_kv_head(attended.sums[:, rows], kv_heads)[..., None]).exp_().flatten(1, 2)
         of_output = _grouped(attended.gradient[:, rows], kv_heads).to(value.dtype)
         of_value[:, columns] += weights.to(value.dtype).transpose(1, 2) @ of_output
@@ -161,10 +180,15 @@ def _scores(states: Tensor, keys: Tensor, scoring: Scoring) -> tuple[Tensor, Ten
     return capped.mul_(scoring.softcap), slope
 
 
-def _masked(scores: Tensor, rows: slice, columns: slice, distance: int, window: int | None) -> Tensor:
+def _masked(
+    scores: Tensor, rows: slice, columns: slice, distance: int, window: int | None, chosen: ChosenKeys | None
+) -> Tensor:
     """[kv_heads, grouped queries, k] as [kv_heads, heads / kv_heads, q, k], -inf where a query does not see a key."""
     count = rows.stop - rows.start
     scores = scores.view(len(scores), -1, count, scores.shape[-1])
+    if chosen is not None:
+        seen = unpacked(chosen.bits[rows], columns.stop - columns.start, chosen.start + columns.start)
+        scores.masked_fill_(~seen, float("-inf"))
     first, last = rows.start + distance, rows.stop - 1 + distance
     seen = columns.stop - 1 <= first and (window is None or last - columns.start < window)
     if seen:
@@ -176,11 +200,19 @@ def _masked(scores: Tensor, rows: slice, columns: slice, distance: int, window: 
 
 
 def divided_attention(
-    query: Tensor, key: Tensor, value: Tensor, part: SequencePart, scoring: Scoring, sinks: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    part: SequencePart,
+    scoring: Scoring,
+    sinks: Tensor | None,
+    bits: Tensor | None = None,
 ) -> Tensor:
     """query [heads, rows, head_dim], key [kv_heads, rows, head_dim] and value [kv_heads, rows, value_dim] of this
-    rank's rows; returns [heads, rows, value_dim] in the query's dtype. sinks: as `attention_kernels.attend`; frozen."""
-    made: Tensor = _DividedAttention.apply(query, key, value, sinks, _Sharing(part, scoring.window), scoring)
+    rank's rows; returns [heads, rows, value_dim] in the query's dtype. sinks: as `attention_kernels.attend`; frozen.
+    bits: uint8 [1, rows, ...], of each row for each token of the sequence whether it is chosen; None: all are."""
+    sharing = _Sharing(part, scoring.window)
+    made: Tensor = _DividedAttention.apply(query, key, value, sinks, bits, sharing, scoring)
     return made
 
 
@@ -191,6 +223,10 @@ class _Keys:
     key: Tensor
     value: Tensor
     start: int
+
+    def of(self, bits: Tensor | None) -> ChosenKeys | None:
+        """What queries with these bits see of them."""
+        return None if bits is None else ChosenKeys(bits, self.start)
 
 
 @dataclass(frozen=True)
@@ -262,18 +298,22 @@ class _DividedAttention(Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
+        bits: Tensor | None,
         sharing: _Sharing,
         scoring: Scoring,
     ) -> Tensor:
         (queries,) = sharing.given(query)
+        chosen: list[Tensor | None] = [None, None]
+        if bits is not None:
+            chosen = [half[0] for half in sharing.given(bits)[0]]
         running = [SoftmaxSum.begin(half, value.shape[2], sinks) for half in queries]
         for keys in _steps(key, value, sharing):
             if keys is not None:
-                for half, state, start in zip(queries, running, sharing.starts, strict=True):
-                    attend_to(state, half, keys.key, keys.value, start - keys.start, scoring)
+                for half, state, start, own in zip(queries, running, sharing.starts, chosen, strict=True):
+                    attend_to(state, half, keys.key, keys.value, start - keys.start, scoring, keys.of(own))
         output = sharing.given_back([state.output.to(query.dtype) for state in running])
         ctx.save_for_backward(*queries, *(state.sums for state in running), key, value, output)
-        ctx.sharing, ctx.scoring = sharing, scoring
+        ctx.sharing, ctx.scoring, ctx.chosen = sharing, scoring, chosen
         return output
 
     @staticmethod
@@ -292,16 +332,16 @@ class _DividedAttention(Function):
             if keys is not None:
                 if step:
                     found = [torch.zeros_like(each, dtype=torch.float32) for each in (keys.key, keys.value)]
-                for of_query, half, start in zip(of_queries, attended, sharing.starts, strict=True):
-                    distance = start - keys.start
-                    gradients_to(of_query, found[0], found[1], half, keys.key, keys.value, distance, scoring)
+                for of_query, half, start, bits in zip(of_queries, attended, sharing.starts, ctx.chosen, strict=True):
+                    distance, of_bits = start - keys.start, keys.of(bits)
+                    gradients_to(of_query, found[0], found[1], half, keys.key, keys.value, distance, scoring, of_bits)
             if step:
                 later, source = sharing.ranks_at(step)
                 exchange = Exchange(found, source, [each.new_empty(each.shape) for each in own], later)
                 for total, received in zip(own, exchange.wait(), strict=later is not None):
                     total += received
         of_query = sharing.given_back([half.to(gradient.dtype) for half in of_queries])
-        return of_query, own[0].to(key.dtype), own[1].to(value.dtype), None, None, None
+        return of_query, own[0].to(key.dtype), own[1].to(value.dtype), None, None, None, None
 
 
 def _steps(key: Tensor, value: Tensor, sharing: _Sharing) -> Iterator[_Keys | None]:

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 
 from skyrl.trainer.attention.packed_attention import SCORES_BYTES, NotedMask, PackedGroups
 from skyrl.trainer.attention.sparse import Chosen, by_segment, causal, in_cells, packed
+from skyrl.trainer.collectives import gathered
 from skyrl.trainer.rows.packing import PackedItem, Shape
 from skyrl.trainer.rows.prefixes import Layout
+from skyrl.trainer.shares import SequencePart
 
 _ROPE: dict[str, str | None] = {
     "DeepseekV32Indexer": "apply_rotary_pos_emb",
@@ -43,7 +45,7 @@ class IndexedRows:
     the decoder layers again. given: bool [rows, rows] for each layer with an indexer, what rows attend to whatever it
     chooses; None: its choice."""
 
-    groups: PackedGroups
+    groups: PackedGroups | SequencePart
     recomputed: bool
     given: Mapping[int, Tensor] | None = None
     chosen: dict[int, Chosen] = field(default_factory=dict[int, Chosen])
@@ -59,7 +61,7 @@ class IndexedRows:
             made = choose()
             if self.recomputed or self.given is not None:
                 self.chosen[layer] = made
-        if self.given is None:
+        if self.given is None or not isinstance(self.groups, PackedGroups):
             return made
         return Chosen.from_rows(self.given[layer], self.groups.with_window(None, device)[0])
 
@@ -90,7 +92,7 @@ class Indexing:
     def any(self) -> bool:
         return bool(self._indexers)
 
-    def masks(self, groups: PackedGroups, *, recomputed: bool) -> dict[str, IndexedRows | None]:
+    def masks(self, groups: PackedGroups | SequencePart, *, recomputed: bool) -> dict[str, IndexedRows | None]:
         """What the decoder takes in place of the masks of its kinds of layers."""
         self._last = IndexedRows(groups, recomputed, self._given)
         return {"indexed_attention": self._last, "linear_attention": None}
@@ -138,7 +140,9 @@ class Indexing:
                 yield
         finally:
             self._given = None
-        grids, _ = self._last.groups.with_window(None, packed_item.tokens.device)
+        groups = self._last.groups
+        assert isinstance(groups, PackedGroups)
+        grids, _ = groups.with_window(None, packed_item.tokens.device)
         other = [
             float((self._last.chosen[layer].of_rows(grids, rows) != seen).sum() / seen.sum())
             for layer, seen in given.items()
@@ -207,21 +211,28 @@ class _States:
 
 @torch.no_grad()
 def _choose(
-    indexer: Any, hidden: Tensor, q_resid: Tensor, turns: tuple[Tensor, Tensor] | None, groups: PackedGroups
+    indexer: Any,
+    hidden: Tensor,
+    q_resid: Tensor,
+    turns: tuple[Tensor, Tensor] | None,
+    groups: PackedGroups | SequencePart,
 ) -> Chosen:
     """hidden: [1, rows, hidden]; q_resid: [1, rows, rank]; turns: cosines and sines [1, rows, rope_dim]."""
+    if isinstance(groups, SequencePart):
+        if _sees_all(indexer, groups.bounds[-1]):
+            return Chosen((None,))
+        return Chosen((_choose_in_part(indexer, _states(indexer, hidden, q_resid, turns), groups),))
     grids, _ = groups.with_window(None, hidden.device)
-    pool = _pool(indexer)
-    enough = [(shape.before + shape.longest) // pool <= indexer.index_topk // pool for shape, _ in grids.calls]
-    if all(enough):
-        return Chosen((None,) * len(enough))
-    states = _states(indexer, hidden, q_resid, turns)
-    query, weights = in_cells(states.query, grids.queries), in_cells(states.weights, grids.queries)
-    key = in_cells(states.key, grids.keys)
-    gate = None if states.gate is None else in_cells(states.gate, grids.keys)
+    dense = [_sees_all(indexer, shape.before + shape.longest) for shape, _ in grids.calls]
+    if all(dense):
+        return Chosen((None,) * len(dense))
+    rows = _states(indexer, hidden, q_resid, turns)
+    query, weights = in_cells(rows.query, grids.queries), in_cells(rows.weights, grids.queries)
+    key = in_cells(rows.key, grids.keys)
+    gate = None if rows.gate is None else in_cells(rows.gate, grids.keys)
     bits: list[Tensor | None] = []
     first_query = first_key = 0
-    for (shape, bundles), sees_all in zip(grids.calls, enough, strict=True):
+    for (shape, bundles), sees_all in zip(grids.calls, dense, strict=True):
         of_queries = slice(first_query, first_query + bundles * shape.queries)
         of_keys = slice(first_key, first_key + bundles * shape.keys)
         first_query, first_key = of_queries.stop, of_keys.stop
@@ -236,6 +247,23 @@ def _choose(
         )
         bits.append(_choose_in(indexer, of_call, shape))
     return Chosen(tuple(bits))
+
+
+def _sees_all(indexer: Any, tokens: int) -> bool:
+    """Whether each query of a sequence sees all tokens before it."""
+    return tokens // _pool(indexer) <= indexer.index_topk // _pool(indexer)
+
+
+def _choose_in_part(indexer: Any, rows: _States, part: SequencePart) -> Tensor:
+    """`Chosen.bits` of this rank's rows. Every rank gets the keys of all."""
+    states = rows.key if rows.gate is None else torch.cat([rows.key, rows.gate], dim=1)
+    width = states.shape[1]
+    sizes = [width * part.rows_of(rank) for rank in range(part.ranks)]
+    earlier = gathered(states.reshape(-1), sizes).view(-1, width)[None, : part.stop]
+    key, *gates = earlier.split(rows.key.shape[1], dim=2)
+    of_part = _States(rows.query[None], rows.weights[None], key, gates[0] if gates else None)
+    bits = _choose_in(indexer, of_part, Shape(part.stop - part.start, 1, part.start))
+    return nn.functional.pad(bits, (0, -(-part.bounds[-1] // 8) - bits.shape[2]))
 
 
 def _states(indexer: Any, hidden: Tensor, q_resid: Tensor, turns: tuple[Tensor, Tensor] | None) -> _States:

@@ -232,7 +232,8 @@ def segments_attention(
             raise ValueError(f"attention with {name} is not supported")
     if isinstance(attention_groups, SequencePart):
         scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
-        made = divided_attention(query[0], key[0], value[0], attention_groups, scoring, s_aux)
+        bits = None if chosen is None else chosen.bits[0]
+        made = divided_attention(query[0], key[0], value[0], attention_groups, scoring, s_aux, bits)
         return made.transpose(0, 1)[None], None
     groups = attention_groups if isinstance(attention_groups, PackedGroups) else PackedGroups(attention_groups)
     grids, masks = groups.with_window(sliding_window, query.device)

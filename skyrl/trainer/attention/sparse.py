@@ -29,7 +29,8 @@ Attend = Callable[..., Tensor]
 class Chosen:
     """Which keys the queries of the calls of some `Grids` attend to. bits: for each call uint8 [segments, longest,
     ceil((before + longest) / 8)], of each segment of its bundles in order, with the tokens of the prefix and then its
-    own; None: all up to the query itself."""
+    own; None: all up to the query itself. Of a part of one sequence, whose rows are those of one call: with a bit for
+    every token of the sequence."""
 
     bits: tuple[Tensor | None, ...]
 
@@ -110,10 +111,11 @@ def packed(seen: Tensor) -> Tensor:
     return (padded * _powers(seen.device)).sum(-1, dtype=torch.uint8)
 
 
-def unpacked(bits: Tensor, keys: int) -> Tensor:
-    """The first `keys` keys of what `packed` made of them."""
-    needed = bits[..., : -(-keys // _BITS), None]
-    return (needed & _powers(bits.device)).bool().flatten(-2)[..., :keys]
+def unpacked(bits: Tensor, keys: int, first: int = 0) -> Tensor:
+    """The keys [first, first + keys) of what `packed` made of them."""
+    byte, skipped = divmod(first, _BITS)
+    needed = bits[..., byte : -(-(first + keys) // _BITS), None]
+    return (needed & _powers(bits.device)).bool().flatten(-2)[..., skipped : skipped + keys]
 
 
 def _powers(device: torch.device) -> Tensor:

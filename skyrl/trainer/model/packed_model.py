@@ -334,14 +334,14 @@ class PackedModel(nn.Module):
         if self.reach:
             recomputed = self.recomputation is not None and self.recomputation.recomputes
             layout[recurrent.ROWS] = recurrent.PackedRows.of(slices, self.reach, recomputed=recomputed)
-        groups = packed_attention.PackedGroups([packed.groups for packed in slices])
+        groups = slices[0].part or packed_attention.PackedGroups([packed.groups for packed in slices])
         if self.indexing.any:
             recomputed = self.recomputation is not None and self.recomputation.recomputes
             layout["attention_mask"] = self.indexing.masks(groups, recomputed=recomputed)
         output = self.model.get_decoder()(
             **self._inputs(slices),
             use_cache=False,
-            attention_groups=slices[0].part or groups,
+            attention_groups=groups,
             **layout,
         )
         return output.last_hidden_state[0]
