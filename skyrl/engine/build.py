@@ -19,6 +19,7 @@ from skyrl.engine.recovery import Recovery
 from skyrl.engine.restoring import Restoring
 from skyrl.engine.scheduler import FILES_AT_ONCE, Scheduler
 from skyrl.engine.snapshots import Snapshots
+from skyrl.engine.stored_losses import StoredLosses
 from skyrl.engine.sweeping import FileSweeper, Sweep
 from skyrl.engine.telemetry import CommandTracing
 from skyrl.engine.threads import EngineSignals, EngineThreads
@@ -81,7 +82,7 @@ def build_engine(
     settlement = Settlement(database, api, metrics.commands)
     log = CommandLog(database, scheduler, settlement, snapshots, scope, Gaps(config.missing_seq_id_timeout_s))
     model_ends = ModelEnds(database, backend, snapshots, threads, log, api, scope)
-    pictures = PassPictures(database, vision_of(config))
+    pictures, losses = PassPictures(database, vision_of(config)), StoredLosses(database)
     publisher = WeightPublisher(config, database, group, threads)
     model_ends.on_end = publisher.restore_current
     restoring = Restoring(
@@ -96,6 +97,7 @@ def build_engine(
         holds,
         tracing,
         pictures,
+        losses,
     )
     recovery = Recovery(
         database,
@@ -129,6 +131,7 @@ def build_engine(
         metrics,
         tracing,
         pictures,
+        losses,
     )
     file_commands = FileCommands(log, scheduler, execution, signals)
     sweeper = FileSweeper(config, database, store, database.confirm_claim, lambda: scheduler.saving)

@@ -30,6 +30,7 @@ from skyrl.engine.model_ends import ModelEnds
 from skyrl.engine.publishing import WeightPublisher
 from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.snapshots import Snapshots
+from skyrl.engine.stored_losses import StoredLosses
 from skyrl.engine.telemetry import CommandTracing
 from skyrl.engine.threads import EngineThreads
 from skyrl.storage.db import models as rows
@@ -58,7 +59,9 @@ class PassOutcomes:
     trained: Mapping[str, StepSums] = field(default_factory=dict)
 
 
-def decode_pass(command: Command, body: bytes, backend: Backend, pictures: PassPictures) -> TrainingPass:
+def decode_pass(
+    command: Command, body: bytes, backend: Backend, pictures: PassPictures, losses: StoredLosses
+) -> TrainingPass:
     """The command's pass, checked. Raises RequestError or InvalidRequest, naming field and datum, and FailedRequest."""
     assert command.model_id is not None  # checked by the API; the model_id in the body is ignored
     forward_only = command.kind is Kind.FORWARD
@@ -71,13 +74,18 @@ def decode_pass(command: Command, body: bytes, backend: Backend, pictures: PassP
         loss_config=decoded.loss_config,
         backward=not decoded.forward_only,
         files=files,
+        custom_loss=None if decoded.loss_id is None else losses.find(decoded.loss_id, command),
     )
     backend.check(training_pass)
     return training_pass
 
 
 def run_passes(
-    commands: Sequence[Command], bodies: dict[str, bytes], backend: Backend, pictures: PassPictures
+    commands: Sequence[Command],
+    bodies: dict[str, bytes],
+    backend: Backend,
+    pictures: PassPictures,
+    losses: StoredLosses,
 ) -> PassOutcomes:
     """Run passes on the backend thread. An invalid pass fails alone; the other passes run.
 
@@ -90,7 +98,7 @@ def run_passes(
     runnable: list[tuple[Command, TrainingPass]] = []
     for command in commands:
         try:
-            runnable.append((command, decode_pass(command, bodies[command.request_id], backend, pictures)))
+            runnable.append((command, decode_pass(command, bodies[command.request_id], backend, pictures, losses)))
         except Exception as error:  # the client gets it, or the log
             if is_transient(error):
                 raise
@@ -172,6 +180,7 @@ class Execution:
         metrics: EngineMetrics,
         tracing: CommandTracing,
         pictures: PassPictures,
+        losses: StoredLosses,
     ) -> None:
         self._database = database
         self._backend = backend
@@ -187,6 +196,7 @@ class Execution:
         self._metrics = metrics
         self._tracing = tracing
         self._pictures = pictures
+        self._losses = losses
 
     # On the event loop: choose the thread, and wait until the command is settled.
 
@@ -241,7 +251,7 @@ class Execution:
             started = self._begin(commands)
             bodies = self._bodies(commands)
             runnable = [command for command in commands if command.request_id in bodies]  # other rows were deleted
-            passes = run_passes(runnable, bodies, self._backend, self._pictures)
+            passes = run_passes(runnable, bodies, self._backend, self._pictures, self._losses)
             busy_s = time.perf_counter() - started
 
             def count(connection: Connection) -> None:

@@ -28,6 +28,7 @@ from skyrl.engine.exclusive_commands import adam_params
 from skyrl.engine.execution import PassPictures, decode_pass
 from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.snapshots import Snapshots
+from skyrl.engine.stored_losses import StoredLosses
 from skyrl.engine.telemetry import CommandTracing
 from skyrl.engine.threads import EngineSignals, EngineThreads
 from skyrl.storage.checkpoint_store.base import CheckpointStore
@@ -70,6 +71,7 @@ class Restoring:
     _holds: Holds
     _tracing: CommandTracing
     _pictures: PassPictures
+    _losses: StoredLosses
 
     def __post_init__(self) -> None:
         self._counts = self._ledger.counts
@@ -152,7 +154,7 @@ class Restoring:
                 backend.create_model(model.id, model.lora)
         elif command.kind is Kind.FORWARD_BACKWARD:
             with _allowed_now():
-                training_pass = decode_pass(command, body, backend, self._pictures)
+                training_pass = decode_pass(command, body, backend, self._pictures, self._losses)
             for result in backend.run([training_pass]) if training_pass.backward else ():
                 with _unless_rounding(command, backend, InvalidRequest):
                     if isinstance(result, Exception):

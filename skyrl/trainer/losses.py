@@ -46,11 +46,13 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossValue:
-    """terms: [M], the loss of each entry. log_ratio, clipped: [M], for metrics, if the loss has them."""
+    """terms: [M], the loss of each entry. log_ratio, clipped: [M], for metrics, if the loss has them. metrics: of a
+    custom loss, float64 [M]."""
 
     terms: Tensor
     log_ratio: Tensor | None = None
     clipped: Tensor | None = None
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def total(self) -> Tensor:
@@ -69,7 +71,7 @@ class Loss:
     `per_target`: target_tokens may be [N, K], and then all inputs are. `trained`: an input; where it is 0 the loss has
     no gradient. None: the loss may have a gradient everywhere. `ratio_mask`: an input that must not be all zero
     for a datum with advantages. `notice`: a metric, 1.0 in every pass, that names the loss computed in place of the
-    requested loss.
+    requested loss. `check_inputs`: of a custom loss, in place of the check of `required` and `optional`.
     """
 
     function: LossFunction
@@ -80,6 +82,7 @@ class Loss:
     trained: str | None = None
     ratio_mask: str | None = None
     notice: str | None = None
+    check_inputs: Callable[[Datum], None] | None = None
 
 
 def cross_entropy(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
@@ -166,8 +169,6 @@ REFUSED: dict[str, str] = {
     "stable_reinforce": "send loss_fn=ppo (or importance_sampling, cispo), or ask the operator to set "
     'losses.stable_reinforce = "cispo", which computes cispo under this name. The formula of stable_reinforce is not '
     "published",
-    "custom": "losses traced on the client and run on the server are not supported; "
-    "use forward_backward_custom, which runs the loss on the client",
 }
 
 
@@ -182,7 +183,7 @@ def served_losses(stable_reinforce: Literal["refuse", "cispo"]) -> dict[str, Los
 class Tally:
     """Sums over the slices of one pass. `active`: the number of entries with a non-zero advantage, which ratio
     statistics are over; None for losses without advantages. `weights`: the sum of the weights of cross_entropy, NaN if
-    one of them is negative; None for losses without weights."""
+    one of them is negative; None for losses without weights. `custom`: the sums of a custom loss's metrics."""
 
     loss: float = 0.0
     tokens: int = 0
@@ -193,6 +194,7 @@ class Tally:
     kl: float = 0.0
     clipped: float | None = None
     weights: float | None = None
+    custom: dict[str, float] = field(default_factory=dict)
 
     def add_all(self, other: Tally) -> None:
         """Add the sums of other slices of the same pass."""
@@ -208,6 +210,8 @@ class Tally:
             self.clipped = (self.clipped or 0.0) + other.clipped
         if other.weights is not None:
             self.weights = (self.weights or 0.0) + other.weights
+        for name, value in other.custom.items():
+            self.custom[name] = self.custom.get(name, 0.0) + value
 
     def metrics(self) -> dict[str, float]:
         """`loss:sum`, `num_tokens:sum`, `computed_tokens:sum`; with weights also `weights:sum`, unless one is negative;
@@ -251,7 +255,10 @@ def check_pass(training_pass: TrainingPass, limits: ModelLimits, losses: Mapping
             _check_tokens(datum, limits)
             check_pictures(datum, training_pass.files, limits.sight)
             _check_targets(datum, training_pass.loss_fn, loss, limits)
-            _check_inputs(datum, training_pass.loss_fn, loss)
+            if loss.check_inputs is None:
+                _check_inputs(datum, training_pass.loss_fn, loss)
+            else:
+                loss.check_inputs(datum)
             check_picture_targets(datum, loss)
             if FIELD in datum.loss_inputs:
                 check_routed_experts(datum, limits.mixture)

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from skyrl.base.pictures.picture import PlacedPicture
 from skyrl.base.pictures.vision import VisionConfig
+from skyrl.base.types.custom_loss import CustomLoss
 from skyrl.base.types.weights import LoraSpec
 from skyrl.base.wire.requests import AdamParams
 
@@ -99,7 +100,8 @@ class Datum:
 @dataclass(frozen=True)
 class TrainingPass:
     """One `forward` (backward=False) or `forward_backward` command of a model. `files`: by digest, the file of each
-    picture in `data`. They were opened before, under bounds, by `skyrl.base.pictures`."""
+    picture in `data`. They were opened before, under bounds, by `skyrl.base.pictures`. `custom_loss`: of a pass whose
+    `loss_fn` is `custom`."""
 
     model_id: str
     data: Sequence[Datum]
@@ -107,6 +109,7 @@ class TrainingPass:
     loss_config: dict[str, float] = field(default_factory=dict)
     backward: bool = True
     files: Mapping[str, bytes] = field(default_factory=dict)
+    custom_loss: CustomLoss | None = None
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,7 @@ def capability_routes(services: Services) -> Routes:
             | {
                 "pjwt_auth_enabled": config.jwt_auth,
                 "sample_use_retrieve_futures": config.sample_use_retrieve_futures,
+                "custom_loss_server_side": any(model.config.modes.trains for model in services.served),
             }
         )
 

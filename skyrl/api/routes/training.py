@@ -1,4 +1,5 @@
 """Commands of a model: forward, forward_backward, optim_step. Each becomes a future; the engine keeps their order.
+Custom losses, which passes name.
 
 A command whose content is wrong is accepted all the same, and fails when its turn comes: clients never send a refused
 number again, so a refusal would leave a hole in the model's order.
@@ -15,12 +16,18 @@ from skyrl.api.bodies import body_format
 from skyrl.api.call import Body, Call, Struct, reply
 from skyrl.api.routing import Routes
 from skyrl.api.services import Services
+from skyrl.base.types.loss_graph import encode_loss, read_loss
 from skyrl.base.types.requests import PASSES, Kind, NewRequest, new_request_id
 from skyrl.base.wire.decoding import raw_fields
 from skyrl.base.wire.errors import RequestError
-from skyrl.base.wire.requests import OptimStepRequest, SequencedRequest
+from skyrl.base.wire.paths import custom_loss_id_of
+from skyrl.base.wire.requests import CreateCustomLossRequest, OptimStepRequest, SequencedRequest
+from skyrl.base.wire.results import encode_json
 from skyrl.base.wire.training import JsonForwardBackward, count_tokens, decode_header
+from skyrl.storage.db import custom_losses
+from skyrl.storage.db.custom_losses import StoredLoss
 from skyrl.storage.db.database import Change
+from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.models import Model
 from skyrl.storage.futures.store import LARGE_BODY_BYTES
 
@@ -43,12 +50,20 @@ def training_routes(services: Services) -> Routes:
     async def forward(call: Call, body: bytes) -> Response:
         return await _training_pass(services, call, Kind.FORWARD, body)
 
-    @routes.post("/create_custom_loss", scope="train")
-    async def create_custom_loss(call: Call) -> Response:
-        """No SDK calls this route, because client/config does not turn `custom_loss_server_side` on."""
-        raise RequestError(
-            "this server runs no losses that clients send; forward_backward_custom computes them in the client"
-        )
+    @routes.post("/create_custom_loss", scope="train", body=CreateCustomLossRequest)
+    async def create_custom_loss(call: Call, body: CreateCustomLossRequest) -> Response:
+        """The loss is checked and stored before the answer, so its future has ended then."""
+        tenant, seq_id = call.tenant, body.custom_loss_seq_id
+        services.served.check_trains()
+        session = await services.session_life.active(body.session_id, tenant)
+        if not 0 <= seq_id < 2**31:
+            raise RequestError("must be in [0, 2**31)", field="custom_loss_seq_id")
+        read_loss(body)
+        loss = StoredLoss(custom_loss_id_of(session.id, seq_id), session.id, tenant, seq_id, encode_loss(body))
+        request = NewRequest(kind=Kind.CREATE_CUSTOM_LOSS, tenant=tenant, session_id=session.id, body=b"")
+        outcome = Outcome(encode_json({"type": "create_custom_loss", "loss_id": loss.id}))
+        call.recorded = await services.futures.record_ended(request, outcome, lambda c: custom_losses.add(c, loss))
+        return reply({"request_id": call.recorded})
 
     @routes.post("/optim_step", scope="train", body=command_of(OptimStepRequest))
     async def optim_step(call: Call, header: SequencedRequest) -> Response:

@@ -34,7 +34,8 @@ def sample_sequence_ids(request_id: str, num_samples: int) -> list[str]:
 
 
 class Kind(StrEnum):
-    """An API process forwards EXTERNAL samples. The engine runs all other kinds."""
+    """An API process forwards EXTERNAL samples, and ends CREATE_CUSTOM_LOSS at once. The engine runs all other
+    kinds."""
 
     CREATE_MODEL = "CREATE_MODEL"
     FORWARD = "FORWARD"
@@ -47,6 +48,7 @@ class Kind(StrEnum):
     UNLOAD_MODEL = "UNLOAD_MODEL"
     SAMPLE = "SAMPLE"
     EXTERNAL = "EXTERNAL"
+    CREATE_CUSTOM_LOSS = "CREATE_CUSTOM_LOSS"
 
 
 PASSES = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD})
@@ -60,7 +62,7 @@ FILE_COMMANDS = SAVES | {Kind.LOAD_WEIGHTS}
 
 SAMPLES = frozenset({Kind.SAMPLE, Kind.EXTERNAL})
 
-ENGINE_KINDS = frozenset(Kind) - {Kind.EXTERNAL}
+ENGINE_KINDS = frozenset(Kind) - {Kind.EXTERNAL, Kind.CREATE_CUSTOM_LOSS}
 
 
 RequestKey = tuple[str, str, int]

@@ -51,5 +51,9 @@ def model_id_of(session_id: str, model_seq_id: int) -> str:
     return f"{session_id}:train:{model_seq_id}"
 
 
+def custom_loss_id_of(session_id: str, seq_id: int) -> str:
+    return f"{session_id}:loss:{seq_id}"
+
+
 def sampling_session_id_of(session_id: str, seq_id: int) -> str:
     return f"{session_id}:sample:{seq_id}"

@@ -186,6 +186,37 @@ class LoadWeightsCommand(msgspec.Struct):
     loaded_key: str | None = None
 
 
+class CustomLossInput(msgspec.Struct):
+    name: str
+    rank: int
+
+
+class CustomLossNode(msgspec.Struct):
+    op: str
+    name: str
+    target: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+class CustomLossGraph(msgspec.Struct):
+    nodes: list[CustomLossNode]
+    format: int = 1
+
+
+class CustomLossBody(msgspec.Struct):
+    """What the server keeps of a custom loss."""
+
+    name: str
+    inputs: list[CustomLossInput]
+    graph: CustomLossGraph
+
+
+class CreateCustomLossRequest(CustomLossBody, kw_only=True):
+    session_id: str
+    custom_loss_seq_id: int
+
+
 class CopyWeightsRequest(msgspec.Struct):
     """The copy becomes a new model: of the session `session_id`, as number `model_seq_id`, or of a new session in the
     project `destination_project_id`."""

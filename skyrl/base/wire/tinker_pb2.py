@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0ctinker.proto\x12\nskyrl.wire\"O\n\x15\x46orwardBackwardHeader\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\"\xac\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12\x1f\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x11.skyrl.wire.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12L\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32\x34.skyrl.wire.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12Q\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32\x36.skyrl.wire.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aR\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.skyrl.wire.LossConfigValue:\x02\x38\x01\"<\n\x0fLossConfigValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value\"\xc1\x01\n\x05\x44\x61tum\x12&\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x11.skyrl.wire.Chunk\x12;\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32#.skyrl.wire.Datum.LossFnInputsEntry\x1aG\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.skyrl.wire.Tensor:\x02\x38\x01J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"\x96\x01\n\x05\x43hunk\x12\x34\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32\x1c.skyrl.wire.EncodedTextChunkH\x00\x12\'\n\x05image\x18\x02 \x01(\x0b\x32\x16.skyrl.wire.ImageChunkH\x00\x12%\n\x04\x64mel\x18\x03 \x01(\x0b\x32\x15.skyrl.wire.DmelChunkH\x00\x42\x07\n\x05\x63hunk\"\"\n\x10\x45ncodedTextChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"0\n\x0fImageDimensions\x12\r\n\x05width\x18\x01 \x01(\r\x12\x0e\n\x06height\x18\x02 \x01(\r\"\xc6\x01\n\nImageChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\x12\x1c\n\x0f\x65xpected_tokens\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12=\n\x13override_dimensions\x18\x04 \x01(\x0b\x32\x1b.skyrl.wire.ImageDimensionsH\x01\x88\x01\x01\x12\x11\n\x08location\x18\xe9\x07 \x01(\tB\x12\n\x10_expected_tokensB\x16\n\x14_override_dimensions\"\x19\n\tDmelChunk\x12\x0c\n\x04\x64mel\x18\x01 \x01(\x0c\"\x81\x01\n\x06Tensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12+\n\nsparse_csr\x18\x02 \x01(\x0b\x32\x15.skyrl.wire.SparseCsrH\x00\x12 \n\x05\x64type\x18\x03 \x01(\x0e\x32\x11.skyrl.wire.DType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\x08\n\x06layout\"F\n\tSparseCsr\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63row_indices\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63ol_indices\x18\x03 \x01(\x0c\"\xd7\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x30\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32\x17.skyrl.wire.ArrayRecord\x12?\n\x07metrics\x18\x03 \x03(\x0b\x32..skyrl.wire.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb2\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12\x33\n\x06\x66ields\x18\x02 \x03(\x0b\x32#.skyrl.wire.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aH\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.skyrl.wire.BatchedTensor:\x02\x38\x01\"h\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12 \n\x05\x64type\x18\x03 \x01(\x0e\x32\x11.skyrl.wire.DType\x12\x16\n\x0etrailing_shape\x18\x04 \x03(\x03\"\x90\x03\n\x0eSampleResponse\x12.\n\tsequences\x18\x01 \x03(\x0b\x32\x1b.skyrl.wire.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12;\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32\x18.skyrl.wire.TopkLogprobsH\x01\x88\x01\x01\x12\x1f\n\x17prompt_cache_hit_tokens\x18\x04 \x01(\x05\x12\x37\n\x16target_prompt_logprobs\x18\x05 \x01(\x0b\x32\x12.skyrl.wire.TensorH\x02\x88\x01\x01\x12;\n\x11prompt_alt_tokens\x18\x06 \x01(\x0b\x32\x1b.skyrl.wire.PromptAltTokensH\x03\x88\x01\x01\x42\x12\n\x10_prompt_logprobsB\x17\n\x15_topk_prompt_logprobsB\x19\n\x17_target_prompt_logprobsB\x14\n\x12_prompt_alt_tokens\"\xfc\x01\n\x0fSampledSequence\x12+\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x16.skyrl.wire.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12<\n\x15topk_sampled_logprobs\x18\x04 \x01(\x0b\x32\x18.skyrl.wire.TopkLogprobsH\x01\x88\x01\x01\x12\x30\n\x0fweight_versions\x18\xe9\x07 \x03(\x0b\x32\x16.skyrl.wire.WeightSpanB\x0b\n\t_logprobsB\x18\n\x16_topk_sampled_logprobs\"9\n\nWeightSpan\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x05\"N\n\x0cTopkLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r\"[\n\x0fPromptAltTokens\x12\"\n\x06tokens\x18\x01 \x01(\x0b\x32\x12.skyrl.wire.Tensor\x12$\n\x08logprobs\x18\x02 \x01(\x0b\x32\x12.skyrl.wire.Tensor*\"\n\nStopReason\x12\x08\n\x04STOP\x10\x00\x12\n\n\x06LENGTH\x10\x01*I\n\x05\x44Type\x12\x0f\n\x0bUNSPECIFIED\x10\x00\x12\x0b\n\x07\x46LOAT32\x10\x01\x12\t\n\x05INT64\x10\x02\x12\t\n\x05INT32\x10\x03\x12\x0c\n\x08\x42\x46LOAT16\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0ctinker.proto\x12\nskyrl.wire\"O\n\x15\x46orwardBackwardHeader\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\"\xac\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12\x1f\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x11.skyrl.wire.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12L\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32\x34.skyrl.wire.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12Q\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32\x36.skyrl.wire.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aR\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.skyrl.wire.LossConfigValue:\x02\x38\x01\"<\n\x0fLossConfigValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value\"\xa5\x02\n\x05\x44\x61tum\x12&\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x11.skyrl.wire.Chunk\x12;\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32#.skyrl.wire.Datum.LossFnInputsEntry\x12\x35\n\x11model_input_spans\x18\x03 \x03(\x0b\x32\x1a.skyrl.wire.ProvenanceSpan\x12\x37\n\x13loss_fn_input_spans\x18\x04 \x03(\x0b\x32\x1a.skyrl.wire.ProvenanceSpan\x1aG\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.skyrl.wire.Tensor:\x02\x38\x01\"\x83\x01\n\x0eProvenanceSpan\x12\x33\n\rprompt_tokens\x18\x01 \x01(\x0b\x32\x1a.skyrl.wire.SpanOfSequenceH\x00\x12\x34\n\x0esampled_tokens\x18\x02 \x01(\x0b\x32\x1a.skyrl.wire.SpanOfSequenceH\x00\x42\x06\n\x04span\"E\n\x0eSpanOfSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0e\n\x06length\x18\x03 \x01(\x03\"\x96\x01\n\x05\x43hunk\x12\x34\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32\x1c.skyrl.wire.EncodedTextChunkH\x00\x12\'\n\x05image\x18\x02 \x01(\x0b\x32\x16.skyrl.wire.ImageChunkH\x00\x12%\n\x04\x64mel\x18\x03 \x01(\x0b\x32\x15.skyrl.wire.DmelChunkH\x00\x42\x07\n\x05\x63hunk\"\"\n\x10\x45ncodedTextChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"0\n\x0fImageDimensions\x12\r\n\x05width\x18\x01 \x01(\r\x12\x0e\n\x06height\x18\x02 \x01(\r\"\xc6\x01\n\nImageChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\x12\x1c\n\x0f\x65xpected_tokens\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12=\n\x13override_dimensions\x18\x04 \x01(\x0b\x32\x1b.skyrl.wire.ImageDimensionsH\x01\x88\x01\x01\x12\x11\n\x08location\x18\xe9\x07 \x01(\tB\x12\n\x10_expected_tokensB\x16\n\x14_override_dimensions\"\x19\n\tDmelChunk\x12\x0c\n\x04\x64mel\x18\x01 \x01(\x0c\"\x81\x01\n\x06Tensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12+\n\nsparse_csr\x18\x02 \x01(\x0b\x32\x15.skyrl.wire.SparseCsrH\x00\x12 \n\x05\x64type\x18\x03 \x01(\x0e\x32\x11.skyrl.wire.DType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\x08\n\x06layout\"F\n\tSparseCsr\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63row_indices\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63ol_indices\x18\x03 \x01(\x0c\"\xd7\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x30\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32\x17.skyrl.wire.ArrayRecord\x12?\n\x07metrics\x18\x03 \x03(\x0b\x32..skyrl.wire.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb2\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12\x33\n\x06\x66ields\x18\x02 \x03(\x0b\x32#.skyrl.wire.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aH\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.skyrl.wire.BatchedTensor:\x02\x38\x01\"h\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12 \n\x05\x64type\x18\x03 \x01(\x0e\x32\x11.skyrl.wire.DType\x12\x16\n\x0etrailing_shape\x18\x04 \x03(\x03\"\x90\x03\n\x0eSampleResponse\x12.\n\tsequences\x18\x01 \x03(\x0b\x32\x1b.skyrl.wire.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12;\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32\x18.skyrl.wire.TopkLogprobsH\x01\x88\x01\x01\x12\x1f\n\x17prompt_cache_hit_tokens\x18\x04 \x01(\x05\x12\x37\n\x16target_prompt_logprobs\x18\x05 \x01(\x0b\x32\x12.skyrl.wire.TensorH\x02\x88\x01\x01\x12;\n\x11prompt_alt_tokens\x18\x06 \x01(\x0b\x32\x1b.skyrl.wire.PromptAltTokensH\x03\x88\x01\x01\x42\x12\n\x10_prompt_logprobsB\x17\n\x15_topk_prompt_logprobsB\x19\n\x17_target_prompt_logprobsB\x14\n\x12_prompt_alt_tokens\"\xfc\x01\n\x0fSampledSequence\x12+\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x16.skyrl.wire.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12<\n\x15topk_sampled_logprobs\x18\x04 \x01(\x0b\x32\x18.skyrl.wire.TopkLogprobsH\x01\x88\x01\x01\x12\x30\n\x0fweight_versions\x18\xe9\x07 \x03(\x0b\x32\x16.skyrl.wire.WeightSpanB\x0b\n\t_logprobsB\x18\n\x16_topk_sampled_logprobs\"9\n\nWeightSpan\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x05\"N\n\x0cTopkLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r\"[\n\x0fPromptAltTokens\x12\"\n\x06tokens\x18\x01 \x01(\x0b\x32\x12.skyrl.wire.Tensor\x12$\n\x08logprobs\x18\x02 \x01(\x0b\x32\x12.skyrl.wire.Tensor*\"\n\nStopReason\x12\x08\n\x04STOP\x10\x00\x12\n\n\x06LENGTH\x10\x01*I\n\x05\x44Type\x12\x0f\n\x0bUNSPECIFIED\x10\x00\x12\x0b\n\x07\x46LOAT32\x10\x01\x12\t\n\x05INT64\x10\x02\x12\t\n\x05INT32\x10\x03\x12\x0c\n\x08\x42\x46LOAT16\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,10 +41,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_ARRAYRECORD_FIELDSENTRY']._loaded_options = None
   _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_options = b'8\001'
-  _globals['_STOPREASON']._serialized_start=2864
-  _globals['_STOPREASON']._serialized_end=2898
-  _globals['_DTYPE']._serialized_start=2900
-  _globals['_DTYPE']._serialized_end=2973
+  _globals['_STOPREASON']._serialized_start=3169
+  _globals['_STOPREASON']._serialized_end=3203
+  _globals['_DTYPE']._serialized_start=3205
+  _globals['_DTYPE']._serialized_end=3278
   _globals['_FORWARDBACKWARDHEADER']._serialized_start=28
   _globals['_FORWARDBACKWARDHEADER']._serialized_end=107
   _globals['_FORWARDBACKWARDREQUEST']._serialized_start=110
@@ -56,41 +56,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOSSCONFIGVALUE']._serialized_start=540
   _globals['_LOSSCONFIGVALUE']._serialized_end=600
   _globals['_DATUM']._serialized_start=603
-  _globals['_DATUM']._serialized_end=796
-  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_start=713
-  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_end=784
-  _globals['_CHUNK']._serialized_start=799
-  _globals['_CHUNK']._serialized_end=949
-  _globals['_ENCODEDTEXTCHUNK']._serialized_start=951
-  _globals['_ENCODEDTEXTCHUNK']._serialized_end=985
-  _globals['_IMAGEDIMENSIONS']._serialized_start=987
-  _globals['_IMAGEDIMENSIONS']._serialized_end=1035
-  _globals['_IMAGECHUNK']._serialized_start=1038
-  _globals['_IMAGECHUNK']._serialized_end=1236
-  _globals['_DMELCHUNK']._serialized_start=1238
-  _globals['_DMELCHUNK']._serialized_end=1263
-  _globals['_TENSOR']._serialized_start=1266
-  _globals['_TENSOR']._serialized_end=1395
-  _globals['_SPARSECSR']._serialized_start=1397
-  _globals['_SPARSECSR']._serialized_end=1467
-  _globals['_FORWARDBACKWARDOUTPUT']._serialized_start=1470
-  _globals['_FORWARDBACKWARDOUTPUT']._serialized_end=1685
-  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_start=1639
-  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_end=1685
-  _globals['_ARRAYRECORD']._serialized_start=1688
-  _globals['_ARRAYRECORD']._serialized_end=1866
-  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_start=1794
-  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_end=1866
-  _globals['_BATCHEDTENSOR']._serialized_start=1868
-  _globals['_BATCHEDTENSOR']._serialized_end=1972
-  _globals['_SAMPLERESPONSE']._serialized_start=1975
-  _globals['_SAMPLERESPONSE']._serialized_end=2375
-  _globals['_SAMPLEDSEQUENCE']._serialized_start=2378
-  _globals['_SAMPLEDSEQUENCE']._serialized_end=2630
-  _globals['_WEIGHTSPAN']._serialized_start=2632
-  _globals['_WEIGHTSPAN']._serialized_end=2689
-  _globals['_TOPKLOGPROBS']._serialized_start=2691
-  _globals['_TOPKLOGPROBS']._serialized_end=2769
-  _globals['_PROMPTALTTOKENS']._serialized_start=2771
-  _globals['_PROMPTALTTOKENS']._serialized_end=2862
+  _globals['_DATUM']._serialized_end=896
+  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_start=825
+  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_end=896
+  _globals['_PROVENANCESPAN']._serialized_start=899
+  _globals['_PROVENANCESPAN']._serialized_end=1030
+  _globals['_SPANOFSEQUENCE']._serialized_start=1032
+  _globals['_SPANOFSEQUENCE']._serialized_end=1101
+  _globals['_CHUNK']._serialized_start=1104
+  _globals['_CHUNK']._serialized_end=1254
+  _globals['_ENCODEDTEXTCHUNK']._serialized_start=1256
+  _globals['_ENCODEDTEXTCHUNK']._serialized_end=1290
+  _globals['_IMAGEDIMENSIONS']._serialized_start=1292
+  _globals['_IMAGEDIMENSIONS']._serialized_end=1340
+  _globals['_IMAGECHUNK']._serialized_start=1343
+  _globals['_IMAGECHUNK']._serialized_end=1541
+  _globals['_DMELCHUNK']._serialized_start=1543
+  _globals['_DMELCHUNK']._serialized_end=1568
+  _globals['_TENSOR']._serialized_start=1571
+  _globals['_TENSOR']._serialized_end=1700
+  _globals['_SPARSECSR']._serialized_start=1702
+  _globals['_SPARSECSR']._serialized_end=1772
+  _globals['_FORWARDBACKWARDOUTPUT']._serialized_start=1775
+  _globals['_FORWARDBACKWARDOUTPUT']._serialized_end=1990
+  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_start=1944
+  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_end=1990
+  _globals['_ARRAYRECORD']._serialized_start=1993
+  _globals['_ARRAYRECORD']._serialized_end=2171
+  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_start=2099
+  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_end=2171
+  _globals['_BATCHEDTENSOR']._serialized_start=2173
+  _globals['_BATCHEDTENSOR']._serialized_end=2277
+  _globals['_SAMPLERESPONSE']._serialized_start=2280
+  _globals['_SAMPLERESPONSE']._serialized_end=2680
+  _globals['_SAMPLEDSEQUENCE']._serialized_start=2683
+  _globals['_SAMPLEDSEQUENCE']._serialized_end=2935
+  _globals['_WEIGHTSPAN']._serialized_start=2937
+  _globals['_WEIGHTSPAN']._serialized_end=2994
+  _globals['_TOPKLOGPROBS']._serialized_start=2996
+  _globals['_TOPKLOGPROBS']._serialized_end=3074
+  _globals['_PROMPTALTTOKENS']._serialized_start=3076
+  _globals['_PROMPTALTTOKENS']._serialized_end=3167
 # @@protoc_insertion_point(module_scope)

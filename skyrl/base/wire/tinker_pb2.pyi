@@ -78,7 +78,7 @@ class LossConfigValue(_message.Message):
     def __init__(self, number: _Optional[float] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Datum(_message.Message):
-    __slots__ = ("model_input", "loss_fn_inputs")
+    __slots__ = ("model_input", "loss_fn_inputs", "model_input_spans", "loss_fn_input_spans")
     class LossFnInputsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -88,9 +88,31 @@ class Datum(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
     MODEL_INPUT_FIELD_NUMBER: _ClassVar[int]
     LOSS_FN_INPUTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_INPUT_SPANS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FN_INPUT_SPANS_FIELD_NUMBER: _ClassVar[int]
     model_input: _containers.RepeatedCompositeFieldContainer[Chunk]
     loss_fn_inputs: _containers.MessageMap[str, Tensor]
-    def __init__(self, model_input: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., loss_fn_inputs: _Optional[_Mapping[str, Tensor]] = ...) -> None: ...
+    model_input_spans: _containers.RepeatedCompositeFieldContainer[ProvenanceSpan]
+    loss_fn_input_spans: _containers.RepeatedCompositeFieldContainer[ProvenanceSpan]
+    def __init__(self, model_input: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., loss_fn_inputs: _Optional[_Mapping[str, Tensor]] = ..., model_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ..., loss_fn_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ...) -> None: ...
+
+class ProvenanceSpan(_message.Message):
+    __slots__ = ("prompt_tokens", "sampled_tokens")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: SpanOfSequence
+    sampled_tokens: SpanOfSequence
+    def __init__(self, prompt_tokens: _Optional[_Union[SpanOfSequence, _Mapping]] = ..., sampled_tokens: _Optional[_Union[SpanOfSequence, _Mapping]] = ...) -> None: ...
+
+class SpanOfSequence(_message.Message):
+    __slots__ = ("sequence_id", "offset", "length")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: str
+    offset: int
+    length: int
+    def __init__(self, sequence_id: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("encoded_text", "image", "dmel")

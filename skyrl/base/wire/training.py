@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -13,6 +14,7 @@ from skyrl.base.wire import tensors
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.provenance import JsonSpan, check_provenance, span_of_proto
 from skyrl.base.wire.requests import SequencedRequest
 from skyrl.base.wire.sample_request import ImagePart, ModelInput, text_and_images
 
@@ -24,7 +26,7 @@ _NEVER_SPARSE = ("routed_experts",)
 @dataclass(frozen=True)
 class ForwardBackward:
     """One decoded command. `tokens[i]` is int64, the text of datum i, between which `images[i]` have their places;
-    `loss_inputs[i]` has int64 or float32 arrays by name."""
+    `loss_inputs[i]` has int64 or float32 arrays by name. `loss_id`: of a custom loss, from the configuration."""
 
     model_id: str
     seq_id: int | None
@@ -34,11 +36,14 @@ class ForwardBackward:
     loss_inputs: list[dict[str, tensors.Array]]
     loss_fn: str
     loss_config: dict[str, float]
+    loss_id: str | None = None
 
 
 class JsonDatum(msgspec.Struct):
     model_input: ModelInput
     loss_fn_inputs: dict[str, tensors.JsonTensor]
+    model_input_spans: list[JsonSpan] | None = None
+    loss_fn_input_spans: list[JsonSpan] | None = None
 
 
 class _Tokens(msgspec.Struct):
@@ -57,7 +62,7 @@ class _TokensOfBody(msgspec.Struct):
 class JsonForwardBackwardInput(msgspec.Struct):
     data: list[JsonDatum]
     loss_fn: str
-    loss_fn_config: dict[str, float] | None = None
+    loss_fn_config: dict[str, float | str] | None = None
 
 
 class JsonForwardBackward(msgspec.Struct):
@@ -107,11 +112,11 @@ def _from_proto(body: bytes, forward_only: bool) -> ForwardBackward:
         message = pb.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
         raise RequestError(f"the body is not a ForwardBackwardRequest: {error}") from error
-    config: dict[str, float] = dict(message.loss_fn_config)
+    given: dict[str, float | str | None] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
-        if value.WhichOneof("value") != "number":
-            raise RequestError("must be a number", field=f"loss_fn_config.{name}")
-        config[name] = value.number
+        kind = value.WhichOneof("value")
+        given[name] = value.number if kind == "number" else value.text if kind == "text" else None
+    config, loss_id = _config(message.loss_fn, given)
     tokens: list[npt.NDArray[np.int64]] = []
     images: list[list[ImagePart]] = []
     inputs: list[dict[str, tensors.WireTensor]] = []
@@ -125,6 +130,12 @@ def _from_proto(body: bytes, forward_only: bool) -> ForwardBackward:
                 for name, tensor in datum.loss_fn_inputs.items()
             }
         )
+        if datum.model_input_spans or datum.loss_fn_input_spans:
+            given_spans = (
+                [*map(span_of_proto, datum.model_input_spans)],
+                [*map(span_of_proto, datum.loss_fn_input_spans)],
+            )
+            check_provenance(*given_spans, *_extent(of_datum, inputs[-1]), f"data[{index}]")
     return ForwardBackward(
         message.model_id,
         message.seq_id,
@@ -134,6 +145,31 @@ def _from_proto(body: bytes, forward_only: bool) -> ForwardBackward:
         _to_dense(inputs),
         message.loss_fn,
         config,
+        loss_id,
+    )
+
+
+def _config(loss_fn: str, given: Mapping[str, float | str | None]) -> tuple[dict[str, float], str | None]:
+    """The numbers of a configuration, and the id of the custom loss that it names."""
+    numbers = {name: value for name, value in given.items() if isinstance(value, int | float)}
+    loss_id = given.get("loss_id") if loss_fn == "custom" else None
+    if loss_fn == "custom" and not isinstance(loss_id, str):
+        raise RequestError("must be the loss_id that create_custom_loss has given", field="loss_fn_config.loss_id")
+    for name in given.keys() - numbers.keys() - {"loss_id" if loss_fn == "custom" else ""}:
+        raise RequestError("must be a number", field=f"loss_fn_config.{name}")
+    return numbers, loss_id
+
+
+def _extent(
+    of_datum: tuple[npt.NDArray[np.int64], list[ImagePart]], inputs: Mapping[str, tensors.WireTensor]
+) -> tuple[int | None, int | None]:
+    """How many tokens a datum has and how many rows its targets; None where the body does not say."""
+    tokens, images = of_datum
+    of_images = [image.expected_tokens for image in images]
+    targets = inputs.get("target_tokens")
+    return (
+        None if None in of_images else len(tokens) + sum(count or 0 for count in of_images),
+        None if targets is None or not targets.shape else targets.shape[0],
     )
 
 
@@ -169,24 +205,29 @@ def _from_json(body: bytes, forward_only: bool) -> ForwardBackward:
     command = request.forward_input if forward_only else request.forward_backward_input
     if command is None:
         raise RequestError("is missing", field="forward_input" if forward_only else "forward_backward_input")
+    config, loss_id = _config(command.loss_fn, command.loss_fn_config or {})
     inputs = [_json_input(datum, f"data[{index}].model_input") for index, datum in enumerate(command.data)]
+    given = [
+        {
+            name: tensors.tensor_from_json(tensor, f"data[{index}].loss_fn_inputs.{name}")
+            for name, tensor in datum.loss_fn_inputs.items()
+        }
+        for index, datum in enumerate(command.data)
+    ]
+    for index, datum in enumerate(command.data):
+        if datum.model_input_spans is not None or datum.loss_fn_input_spans is not None:
+            spans = datum.model_input_spans or [], datum.loss_fn_input_spans or []
+            check_provenance(*spans, *_extent(inputs[index], given[index]), f"data[{index}]")
     return ForwardBackward(
         request.model_id,
         request.seq_id,
         forward_only,
         [tokens for tokens, _ in inputs],
         [images for _, images in inputs],
-        _to_dense(
-            [
-                {
-                    name: tensors.tensor_from_json(tensor, f"data[{index}].loss_fn_inputs.{name}")
-                    for name, tensor in datum.loss_fn_inputs.items()
-                }
-                for index, datum in enumerate(command.data)
-            ]
-        ),
+        _to_dense(given),
         command.loss_fn,
-        command.loss_fn_config or {},
+        config,
+        loss_id,
     )
 
 

@@ -1,5 +1,5 @@
-"""Deletes old rows (finished requests, pictures, closed sampling sessions, agent sessions, steps of runs), then gives
-their space back to the disk.
+"""Deletes old rows (finished requests, pictures, closed sampling sessions, custom losses, agent sessions, steps of
+runs), then gives their space back to the disk.
 
 Works in steps. Each step holds the write lock for some milliseconds, and other writers run between two steps.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, func, select
 
-from skyrl.storage.db import agents, pictures, run_steps
+from skyrl.storage.db import agents, custom_losses, pictures, run_steps
 from skyrl.storage.db.adapter_versions import forget_closed
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
@@ -29,7 +29,8 @@ PAUSE_S = 0.01
 """The pause between two steps. A process that waits for the lock asks for it every few milliseconds."""
 
 SAMPLING_SESSIONS_S = 24 * 3600.0
-"""How long a closed sampling session is still listed. Nobody can sample from it any more."""
+"""How long a closed sampling session is still listed. Nobody can sample from it any more. Custom losses of an ended
+session are kept as long."""
 
 AGENT_SESSIONS_S = 7 * 24 * 3600.0
 """How long an agent session is kept after its end, unless the configuration says otherwise."""
@@ -137,6 +138,8 @@ class Retention:
         if self._continuity is None or self._continuity.seconds >= min(self._retention_s, AFTER_GAP_S):
             await self._in_steps(lambda c: forget(c, now - self._retention_s, FORGET_ROWS), 1)
         await self._in_steps(lambda c: forget_closed(c, now - SAMPLING_SESSIONS_S, FORGET_ROWS), FORGET_ROWS)
+        ended = now - SAMPLING_SESSIONS_S
+        await self._in_steps(lambda c: custom_losses.forget(c, ended, FORGET_ROWS), FORGET_ROWS)
         await self._in_steps(lambda c: pictures.forget(c, now), 1)
         await self._in_steps(lambda c: agents.forget(c, now - self._agent_retention_s), 1)
         await self._in_steps(lambda c: run_steps.forget(c, now - HISTORY_S), run_steps.FORGET_STEPS)

@@ -207,6 +207,20 @@ class PictureUseRow(SQLModel, table=True):
     created_at: float
 
 
+class CustomLossRow(SQLModel, table=True):
+    """A custom loss of a session (`skyrl.base.types.custom_loss`). `body` is JSON. See
+    `skyrl.storage.db.custom_losses`."""
+
+    __tablename__ = "custom_losses"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (UniqueConstraint("session_id", "seq_id"),)
+    id: str = Field(primary_key=True)
+    session_id: str = Field(foreign_key="sessions.id")
+    tenant: str
+    seq_id: int
+    body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
+    created_at: float
+
+
 class CheckpointRow(SQLModel, table=True):
     """A named save. `kind` is weights (adapter and optimizer), sampler_weights (one adapter version) or
     external_weights (an adapter for download).

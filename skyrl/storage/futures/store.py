@@ -153,6 +153,20 @@ class FutureStore:
         async with self._large_writes:  # one at a time, so that the group commit gets the write lock in between
             await asyncio.to_thread(self._database.write, insert)
 
+    async def record_ended(self, request: NewRequest, outcome: Outcome, first: Change) -> str:
+        """Store a request that ends at once, with its outcome. Returns its id. `first` is as in `record`. A repeat gets
+        an id of its own."""
+        entry = Entry(new_request_id(), request.kind, request.tenant, request.session_id, request.digest(), None)
+        parameters = self._parameters(entry, request)
+
+        def insert(connection: Connection) -> None:
+            first(connection)
+            rows.record(connection, parameters)
+            rows.settle(connection, [(entry.id, outcome)], time.time())
+
+        await self._writer.transact(insert)
+        return entry.id
+
     def _parameters(self, entry: Entry, request: NewRequest) -> dict[str, Any]:
         return {
             "id": entry.id,

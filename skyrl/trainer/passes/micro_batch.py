@@ -17,15 +17,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from skyrl.trainer.custom_loss.loss import METRIC, DatumLosses, custom_sums
 from skyrl.trainer.device import failure_of, read_back, uploaded
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.losses import LossFunction, LossInputs, LossValue, Tally, loss_config, text_entries
 from skyrl.trainer.model.logprobs import Targets
-from skyrl.trainer.passes.pass_run import (
-    MicroBatchItem,
-    PartScore,
-    PassShare,
-)
+from skyrl.trainer.passes.pass_run import MicroBatchItem, PartScore, PassShare
 from skyrl.trainer.protocol import Datum
 from skyrl.trainer.rows import packing
 from skyrl.trainer.rows.packing import PackedItem, pack, pack_alone
@@ -135,7 +132,10 @@ def _group(
     sizes = [datum.loss_inputs["target_tokens"].size for datum in data]
     datum_of_entry = np.repeat(np.arange(len(sizes)), sizes)
     part_of_entry = np.repeat(np.arange(len(parts)), [part.entries for part in parts])
+    function = parts[0].loss.function
     text, part_of_text = text_entries(data), part_of_entry
+    if isinstance(function, DatumLosses):
+        text, function = None, function.of([(part.indices, part.data) for part in parts])
     if text is not None:
         inputs = {name: array[text] for name, array in inputs.items()}
         datum_of_entry, part_of_text = datum_of_entry[text], part_of_entry[text]
@@ -161,7 +161,7 @@ def _group(
             numbers,
             parts,
             sum(sizes),
-            parts[0].loss.function,
+            function,
             _config(parts[0]),
             LossInputs(of_inputs, there["datum"], len(sizes), there.get("entries")),
             there.get("active"),
@@ -206,6 +206,8 @@ class GroupSums:
     @torch.no_grad()
     def of(group: LossGroup, value: LossValue, total: Tensor) -> GroupSums:
         """total: `value.total`."""
+        if value.metrics:
+            return GroupSums(group, ("loss", *value.metrics), custom_sums(value, group.part_of_entry, len(group.parts)))
         if group.part_of_entry is None:
             return _sums_of_one(group, value, total)
         return _sums_of_each(group, value, group.part_of_entry)
@@ -220,7 +222,8 @@ class GroupSums:
             of_part = dict(zip(self.names, numbers, strict=True))
             with np.errstate(over="ignore"):  # a sum beyond float32 is infinite, however it was computed
                 loss = float(np.float32(of_part["loss"]))
-            tally = Tally(loss, part.tokens, part.rows, clipped=of_part.get("clipped"), weights=weights)
+            custom = {name: number for name, number in of_part.items() if name.startswith(METRIC)}
+            tally = Tally(loss, part.tokens, part.rows, clipped=of_part.get("clipped"), weights=weights, custom=custom)
             if "ratio" in of_part:
                 tally.active = active
             if tally.active:

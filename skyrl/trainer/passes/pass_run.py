@@ -249,7 +249,9 @@ def not_finite(training_pass: TrainingPass, loss: float) -> InvalidRequest:
 def result_of(loss: Loss, logprobs: Mapping[int, npt.NDArray[np.float32]], tally: Tally) -> PassResult:
     """logprobs: of every sequence of the pass, by its index."""
     notice = {} if loss.notice is None else {loss.notice: 1.0}
-    return PassResult([logprobs[index] for index in range(len(logprobs))], tally.metrics() | notice)
+    count = len(logprobs)
+    custom = {name: value / count if name.endswith(":mean") else value for name, value in tally.custom.items()}
+    return PassResult([logprobs[index] for index in range(count)], tally.metrics() | notice | custom)
 
 
 @dataclass(frozen=True)

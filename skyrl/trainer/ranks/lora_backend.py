@@ -26,6 +26,7 @@ from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer import losses
 from skyrl.trainer.adamw import check_adam
 from skyrl.trainer.collectives import SameFailureEverywhere
+from skyrl.trainer.custom_loss.loss import loss_of, with_custom
 from skyrl.trainer.device import HOST, command_on, failure_of
 from skyrl.trainer.experts.routing import with_frozen_experts
 from skyrl.trainer.lora import files
@@ -178,7 +179,7 @@ class BackendOverRanks(ABC):
 
     def check(self, training_pass: TrainingPass) -> None:
         self._require(training_pass.model_id)
-        losses.check_pass(training_pass, self._limits, self._losses)
+        losses.check_pass(training_pass, self._limits, with_custom(self._losses, training_pass))
 
     def run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
         """One outcome per pass, in order; gradients are added in the order of `passes`.
@@ -246,7 +247,7 @@ class BackendOverRanks(ABC):
         results: list[dict[int, list[ShareResult]]] = self._call("run", passes, forwards, backwards)
         failed = {**forwards.failed, **backwards.failed}
         return [
-            failed[number] if number in failed else outcome_of(self._losses[each.loss_fn], number, results)
+            failed[number] if number in failed else outcome_of(loss_of(each, self._losses), number, results)
             for number, each in enumerate(passes)
         ]
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from skyrl.trainer.collectives import sendable
+from skyrl.trainer.custom_loss.loss import loss_of
 from skyrl.trainer.device import HOST, failure_of
 from skyrl.trainer.losses import Loss
 from skyrl.trainer.passes.pass_run import JoinedPasses, PassRun, SinglePassRun, items_of, join_passes
@@ -201,7 +202,7 @@ def plan_alone(
     """A plan for a rank without others. A micro-batch has at most `shared_rows` rows or one piece, and a piece at most
     `budget` rows or one sequence; pieces without a gradient come first. With `merge` passes of one model run as one if
     they share prefixes. `device_type`: of the rank."""
-    singles = [SinglePassRun(None, each, losses[each.loss_fn]) for _, each in passes]
+    singles = [SinglePassRun(None, each, loss_of(each, losses)) for _, each in passes]
     number_of = {id(running): number for running, (number, _) in zip(singles, passes, strict=True)}
     trees: dict[int, PrefixTree] = {}
     failed: dict[int, Exception] = {}

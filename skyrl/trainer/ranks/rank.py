@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from skyrl.base.pictures.vision import VisionConfig
 from skyrl.trainer.adamw import NonFiniteGradient, adamw_step, gradient_norm
 from skyrl.trainer.collectives import SameFailureEverywhere, agree, failed_anywhere, gathered, on_all_or_none
+from skyrl.trainer.custom_loss.loss import loss_of
 from skyrl.trainer.device import failure_of, prepare_device
 from skyrl.trainer.lora.adapter import Target
 from skyrl.trainer.lora.linear import LoraSegment
@@ -204,7 +205,7 @@ class RankBase(ABC):
 
         Each model gets the gradients of its passes that failed on no rank, summed in the order of the ranks.
         """
-        singles = [SinglePassRun(self._trained(each.model_id), each, self._losses[each.loss_fn]) for each in passes]
+        singles = [SinglePassRun(self._trained(each.model_id), each, loss_of(each, self._losses)) for each in passes]
         for plan, backward in ((forwards, False), (backwards, True)):
             running: dict[int, PassRun] = {}
             for number, tree in plan.trees.items():
