@@ -169,7 +169,7 @@ class LossGraph:
             yield
         except (InvalidRequest, _DependsOnValues):
             raise
-        except (ArithmeticError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:
             failure = failure_of(error, HOST)
             if isinstance(failure, OutOfMemory):
                 raise failure from error
