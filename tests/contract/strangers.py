@@ -48,6 +48,25 @@ LOAD = {"session_id": "{my_session}", "model_seq_id": 8, "path": "{path}"}
 SAMPLER = {"session_id": "{my_session}", "sampling_session_seq_id": 9}
 TARGET = {"type": "sampling_session", "sampling_session_id": "{sampler_id}", "cloned_sampler_id": 0}
 
+LOSS = {
+    "session_id": "{session_id}",
+    "custom_loss_seq_id": 0,
+    "name": "mine",
+    "inputs": [{"name": "logprobs", "rank": 1}],
+    "graph": {
+        "nodes": [
+            {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
+            {"op": "call_method", "name": "sum_1", "target": "sum", "args": [{"ref": "logprobs"}]},
+            {
+                "op": "output",
+                "name": "output",
+                "target": "output",
+                "args": [{"tuple": [{"ref": "sum_1"}, {"dict": {}}]}],
+            },
+        ]
+    },
+}
+
 TRIED: dict[tuple[str, str], list[Try]] = {
     ("GET", "/api/v1/sessions/{session_id}"): [Try(), Try(query="access_scope=accessible")],
     ("GET", "/api/v1/sessions/{session_id}/trace_export"): [Try()],
@@ -87,6 +106,7 @@ TRIED: dict[tuple[str, str], list[Try]] = {
         Try({"request_id": "{sample}"}),
     ],
     ("POST", "/api/v1/create_model"): [Try({"session_id": "{session_id}", "model_seq_id": 7, "base_model": BASE})],
+    ("POST", "/api/v1/create_custom_loss"): [Try(LOSS)],
     ("POST", "/api/v1/forward"): command(),
     ("POST", "/api/v1/forward_backward"): command(),
     ("POST", "/api/v1/optim_step"): command(),
@@ -173,7 +193,6 @@ HARMLESS = {
     ("GET", "/statusz"),
     ("POST", "/api/v1/client/config"),
     ("POST", "/api/v1/client/dynamic_config"),
-    ("POST", "/api/v1/create_custom_loss"),
     ("POST", "/api/v1/create_session"),
     ("POST", AGENT_SESSIONS),
     ("POST", "/api/v1/telemetry"),

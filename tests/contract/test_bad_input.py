@@ -217,6 +217,37 @@ NAMES |= {"save": "0123", "file": "app.css", "model": "m", "run_id": "m", "agent
 """Parameters in paths."""
 
 
+LOSS_NODES: list[dict[str, Any]] = [
+    {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
+    {"op": "call_method", "name": "sum_1", "target": "sum", "args": [{"ref": "logprobs"}]},
+    {"op": "output", "name": "output", "target": "output", "args": [{"tuple": [{"ref": "sum_1"}, {"dict": {}}]}]},
+]
+LOSS: dict[str, Any] = {
+    "session_id": "{session}",
+    "custom_loss_seq_id": 0,
+    "name": "mine",
+    "inputs": [{"name": "logprobs", "rank": 1}],
+    "graph": {"format": 1, "nodes": LOSS_NODES},
+}
+
+
+def graph(**changed: Any) -> dict[str, Any]:
+    return LOSS | {"graph": LOSS["graph"] | changed}
+
+
+def node(**changed: Any) -> dict[str, Any]:
+    first, called, last = LOSS_NODES
+    return graph(nodes=[first, called | changed, last])
+
+
+def attribute(name: str) -> dict[str, Any]:
+    return node(op="call_function", target="getattr", args=[{"ref": "logprobs"}, name])
+
+
+def returning(value: Any) -> dict[str, Any]:
+    return graph(nodes=[*LOSS_NODES[:2], LOSS_NODES[2] | {"args": [value]}])
+
+
 def without(body: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in names}
 
@@ -309,7 +340,38 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("unload_model", {}, 400, "model_id"),
     ("unload_model", {"model_id": "s:train:0"}, 404, "model_id"),
     ("unload_model", {"model_id": "{their_model}"}, 404, "model_id"),
-    ("create_custom_loss", {"session_id": "{session}", "custom_loss_seq_id": 0, "name": "mine"}, 400, None),
+    ("create_custom_loss", without(LOSS, "graph"), 400, "graph"),
+    ("create_custom_loss", LOSS | {"session_id": "{their_session}"}, 404, "session_id"),
+    ("create_custom_loss", LOSS | {"session_id": "{ended}"}, 410, "session_id"),
+    ("create_custom_loss", LOSS | {"custom_loss_seq_id": -1}, 400, "custom_loss_seq_id"),
+    ("create_custom_loss", LOSS | {"name": ""}, 400, "name"),
+    ("create_custom_loss", LOSS | {"name": "n" * 201}, 400, "name"),
+    ("create_custom_loss", LOSS | {"inputs": [{"name": "weights", "rank": 1}]}, 400, "inputs"),
+    ("create_custom_loss", LOSS | {"inputs": [{"name": "logprobs", "rank": 0}]}, 400, "inputs[0].rank"),
+    ("create_custom_loss", graph(format=2), 400, "graph.format"),
+    ("create_custom_loss", graph(nodes=[]), 400, "graph.nodes"),
+    ("create_custom_loss", graph(nodes=LOSS_NODES[:1] * 600), 400, "graph.nodes"),
+    ("create_custom_loss", graph(nodes=LOSS_NODES[:2]), 400, "graph.nodes[1].op"),
+    ("create_custom_loss", node(op="get_attr"), 400, "graph.nodes[1].op"),
+    ("create_custom_loss", node(name="logprobs"), 400, "graph.nodes[1].name"),
+    ("create_custom_loss", node(target="__reduce__"), 400, "graph.nodes[1].target"),
+    ("create_custom_loss", node(op="call_function", target="os.system"), 400, "graph.nodes[1].target"),
+    ("create_custom_loss", node(op="call_function", target="torch.load"), 400, "graph.nodes[1].target"),
+    ("create_custom_loss", attribute("__class__"), 400, "graph.nodes[1].args"),
+    ("create_custom_loss", node(args=[{"ref": "later"}]), 400, "graph.nodes[1].args"),
+    ("create_custom_loss", node(args=[{"ref": "logprobs"}, 2**70]), 400, None),
+    ("create_custom_loss", node(args=[{"ref": "logprobs"}, "cuda"]), 400, "graph.nodes[1].args"),
+    ("create_custom_loss", node(kwargs={"out": {"ref": "logprobs"}}), 400, "graph.nodes[1].kwargs"),
+    ("create_custom_loss", node(kwargs={"dtype": {"dtype": "complex64"}}), 400, "graph.nodes[1].kwargs.dtype"),
+    ("create_custom_loss", node(args=[[[[[[[[[[[1]]]]]]]]]]]), 400, "graph.nodes[1].args"),
+    ("create_custom_loss", node(kwargs={"dim": [0] * 40_000}), 400, "graph"),
+    ("create_custom_loss", returning({"ref": "sum_1"}), 400, "graph.nodes[2].args"),
+    (
+        "create_custom_loss",
+        returning({"tuple": [{"ref": "sum_1"}, {"dict": {"loss:sum": {"ref": "sum_1"}}}]}),
+        400,
+        None,
+    ),
     # Training commands
     *(
         (route, body, status, field)

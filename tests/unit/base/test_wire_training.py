@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 from tinker.proto.request_conv import forward_backward_request_to_proto
-from tinker.types import Datum, EncodedTextChunk, ForwardBackwardInput, ImageChunk, ModelInput, TensorData
+from tinker.types import (
+    Datum,
+    EncodedTextChunk,
+    ForwardBackwardInput,
+    ImageChunk,
+    ModelInput,
+    PromptProvenanceSpan,
+    SampledProvenanceSpan,
+    TensorData,
+)
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from skyrl.base.wire import tinker_pb2 as pb
@@ -348,7 +357,11 @@ def test_an_invalid_json_tensor_is_refused(tensor: dict[str, Any], says: str) ->
             "forward_backward_input.data[0].loss_fn_inputs[...].dtype",
         ),
         (as_json(loss_fn=None), "forward_backward_input.loss_fn"),
-        (as_json(loss_fn_config={"a": "b"}), "forward_backward_input.loss_fn_config[...]"),
+        (as_json(loss_fn_config={"a": []}), "forward_backward_input.loss_fn_config[...]"),
+        (as_json(loss_fn_config={"a": "b"}), "loss_fn_config.a"),
+        (as_json(loss_fn="custom"), "loss_fn_config.loss_id"),
+        (as_json(loss_fn="custom", loss_fn_config={"loss_id": 3}), "loss_fn_config.loss_id"),
+        (as_json(loss_fn="custom", loss_fn_config={"loss_id": "s:loss:0", "a": "b"}), "loss_fn_config.a"),
     ],
 )
 def test_an_invalid_json_command_is_refused(body: bytes, field: str) -> None:
@@ -377,3 +390,53 @@ def test_routed_experts_may_come_as_int32() -> None:
     one.loss_fn_inputs["routed_experts"].CopyFrom(pb.Tensor(dtype=pb.INT32, shape=[2, 1, 2], dense=experts.tobytes()))
     (found,) = decode_forward_backward(message.SerializeToString(), "proto", forward_only=False).loss_inputs
     np.testing.assert_array_equal(found["routed_experts"], experts)
+
+
+# Custom losses, and where tokens came from
+
+
+def test_a_custom_loss_is_named_by_text() -> None:
+    config = {"loss_id": "s1:loss:0"}
+    sent = as_json(json_datum([1]), loss_fn="custom", loss_fn_config=config)
+    in_json = decode_forward_backward(sent, "json", forward_only=False)
+    for command in (proto([datum([1], target_tokens=[2])], loss_fn="custom", config=config), in_json):
+        assert (command.loss_id, command.loss_config) == ("s1:loss:0", {})
+    assert proto([datum([1], target_tokens=[2])]).loss_id is None
+
+
+def _span(length: int, kind: str = "sampled_tokens", **more: Any) -> dict[str, Any]:
+    return {kind: {"sequence_id": "q-0", "length": length} | more}
+
+
+def test_the_spans_of_the_sdk_are_accepted_and_those_that_do_not_tile_are_refused() -> None:
+    prompt, sampled = (kind(sequence_id="q-0", length=2) for kind in (PromptProvenanceSpan, SampledProvenanceSpan))
+    given = datum([1, 2, 3, 4], target_tokens=[2, 3, 4, 5])
+    whole = given.with_provenance([prompt, sampled], [sampled, sampled])
+    assert proto([given, whole]).tokens[1].tolist() == [1, 2, 3, 4]
+    short = Datum(given.model_input, given.loss_fn_inputs, [prompt, sampled], [sampled])
+    error = refused(sdk_body([given, short]), "proto")
+    assert error.field == "data[1].loss_fn_input_spans"
+    assert "cover 2 positions, and must tile all 4" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "targets", "field"),
+    [
+        ([_span(1, "prompt_tokens"), _span(1)], [_span(2)], ""),
+        ([_span(2)], None, "data[0].loss_fn_input_spans"),
+        ([_span(3), _span(-1)], [_span(2)], "data[0].model_input_spans[1].length"),
+        ([_span(2, offset=-1)], [_span(2)], "data[0].model_input_spans[0].offset"),
+        ([_span(2, sequence_id="")], [_span(2)], "data[0].model_input_spans[0].sequence_id"),
+        ([_span(2, sequence_id="q" * 201)], [_span(2)], "data[0].model_input_spans[0].sequence_id"),
+        ([_span(2) | _span(2, "prompt_tokens")], [_span(2)], "data[0].model_input_spans[0]"),
+        ([_span(2)], [_span(2), {}], "data[0].loss_fn_input_spans[1]"),
+        ([_span(2), *[_span(0)] * 10_000], [_span(2)], "data[0].model_input_spans"),
+    ],
+)
+def test_spans_in_json_are_checked(tokens: Any, targets: Any, field: str) -> None:
+    given = json_datum([1, 2], target_tokens={"data": [2, 3], "dtype": "int64"})
+    body = as_json(given | {"model_input_spans": tokens, "loss_fn_input_spans": targets})
+    if field:
+        assert refused(body).field == field
+    else:
+        assert len(decode_forward_backward(body, "json", forward_only=False).tokens) == 1
