@@ -359,7 +359,7 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("create_custom_loss", node(op="call_function", target="torch.load"), 400, "graph.nodes[1].target"),
     ("create_custom_loss", attribute("__class__"), 400, "graph.nodes[1].args"),
     ("create_custom_loss", node(args=[{"ref": "later"}]), 400, "graph.nodes[1].args"),
-    ("create_custom_loss", node(args=[{"ref": "logprobs"}, 2**70]), 400, None),
+    ("create_custom_loss", node(args=[{"ref": "logprobs"}, 2**70]), 400, "graph.nodes[1].args"),
     ("create_custom_loss", node(args=[{"ref": "logprobs"}, "cuda"]), 400, "graph.nodes[1].args"),
     ("create_custom_loss", node(kwargs={"out": {"ref": "logprobs"}}), 400, "graph.nodes[1].kwargs"),
     ("create_custom_loss", node(kwargs={"dtype": {"dtype": "complex64"}}), 400, "graph.nodes[1].kwargs.dtype"),

@@ -164,7 +164,7 @@ def test_names_and_defaults_are_frozen() -> None:
         "dro": {"beta": 0.05},
         "gspo": {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
     }
-    assert set(REFUSED) == {"stable_reinforce", "custom"}
+    assert set(REFUSED) == {"stable_reinforce"}
 
 
 def test_the_refusal_of_stable_reinforce_begins_with_what_to_send_and_what_the_operator_can_set() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -146,21 +147,56 @@ def custom_loss(user: User) -> None:
     assert same(user.scores(built_in), user.scores(twin), 1e-5)
 
 
-@feature(GROUP, "A custom loss created once, run by its handle.", needs=("ServiceClient.create_custom_loss",))
-def created_custom_loss(user: User) -> None:
-    def weighted(logprobs: Any, weights: Any) -> tuple[Any, dict[str, Any]]:
-        loss = -(logprobs * weights).sum()
-        return loss, {"custom/weighted:sum": loss}
+def reinforce(logprobs: Any, weights: Any) -> tuple[Any, dict[str, Any]]:
+    loss = -(logprobs * weights).sum()
+    return loss, {"custom/tokens:sum": (weights != 0).sum()}
 
-    handle = wait(user.service.create_custom_loss(weighted, {"logprobs": 1, "weights": 1}))
-    built_in, custom = user.train(seed=9), user.train(seed=9)
-    expected = wait(built_in.forward_backward(user.data, "cross_entropy")).metrics["loss:sum"]
-    metrics = wait(custom.forward_backward_custom(user.data, handle)).metrics
-    assert close(metrics["loss:sum"], expected)
-    assert close(metrics["custom/weighted:sum"], expected)
-    for trainer in (built_in, custom):
-        wait(trainer.optim_step(types.AdamParams(learning_rate=5e-3)))
-    assert same(user.scores(built_in), user.scores(custom), 1e-5)
+
+def preference(logprobs: Any, rejected: Any, beta: Any) -> tuple[Any, dict[str, Any]]:
+    """As DPO: a pair's other answer was scored before."""
+    margin = beta * (logprobs.mean() - rejected.mean())
+    return -margin.sigmoid().log(), {"custom/margin:mean": margin, "custom/accuracy:mean": (margin > 0).float()}
+
+
+def masked(logprobs: Any, weights: Any, advantages: Any) -> tuple[Any, dict[str, Any]]:
+    """It mixes the entries of a datum."""
+    chosen = logprobs[weights > 0]
+    ratio = (chosen - chosen.detach()).exp()
+    loss = (logprobs[1:] - logprobs[:-1]).square().mean() - (ratio * advantages).sum() / weights.sum()
+    return loss, {"custom/top:mean": chosen.max()}
+
+
+@feature(
+    GROUP,
+    "A custom loss created once and run on the server has the numbers of the client, in one pass, and of its forward.",
+    needs=("ServiceClient.create_custom_loss",),
+)
+def created_custom_loss(user: User) -> None:
+    count = len(user.tokens) - 1
+    data = []
+    for length in (count, count - 3, count - 5):
+        inputs = {"weights": np.arange(length) % 2, "advantages": [0.5], "rejected": [-3.0, -4.0], "beta": 0.3}
+        given = datum(user.tokens[: length + 1], **inputs)
+        spans = [types.SampledProvenanceSpan(sequence_id="q", length=length)]
+        data.append(given.with_provenance(spans, spans))
+    ranks = {"logprobs": 1, "weights": 1, "advantages": 1, "rejected": 1, "beta": 0}
+    trained = [user.train(seed=9) for _ in range(2)]
+    for loss in (reinforce, preference, masked):
+        takes = loss.__code__.co_varnames[: loss.__code__.co_argcount]
+        handle = wait(user.service.create_custom_loss(loss, {name: ranks[name] for name in takes}))
+        assert handle.loss_id is not None
+        before = user.asked("/api/v1/forward_backward")
+        server = wait(trained[0].forward_backward_custom(data, handle))
+        assert user.asked("/api/v1/forward_backward") == before + 1
+        client = wait(trained[1].forward_backward_custom(data, dataclasses.replace(handle, loss_id=None)))
+        forward = wait(trained[0].forward(data, "custom", {"loss_id": handle.loss_id}))
+        for output in (server, forward):
+            for name in (*(name for name in client.metrics if name.startswith("custom/")), "loss:sum"):
+                assert close(output.metrics[name], client.metrics[name], 1e-5), (loss.__name__, name)
+            assert all(same(logprobs_of(output, n), logprobs_of(client, n), 1e-5) for n in range(3))
+        for trainer in trained:
+            wait(trainer.optim_step(types.AdamParams(learning_rate=5e-3)))
+        assert same(*(user.scores(trainer) for trainer in trained), 1e-5)
 
 
 @feature(GROUP, "A wrong request fails with its field named, and the model goes on.")
