@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from skyrl.base.pictures.vision import SEES
@@ -374,6 +375,25 @@ def make_family(name: str, directory: Path, **changed: Any) -> str:
     """Save a random float32 model of the family, with `changed` settings. Norm weights and biases are random too.
     Returns its path."""
     return save_random({**SHAPE, **{**FAMILIES, **MIXTURES}[name], **changed}, directory / name)
+
+
+def as_dense(path: str, directory: Path) -> str:
+    """Save a model with latent and sparse attention as DeepSeek-V3, which attends to all tokens: the same weights
+    without those of indexers. Returns its path."""
+    directory.mkdir(parents=True)
+    tensors = load_file(Path(path) / "model.safetensors")
+    others = {name: each for name, each in tensors.items() if ".indexer." not in name}
+    save_file(others, directory / "model.safetensors", metadata={"format": "pt"})
+    described = json.loads((Path(path) / "config.json").read_text())
+    for name in [*_OF_SPARSE, *(name for name in described if name.startswith("index"))]:
+        described.pop(name, None)
+    described |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+    (directory / "config.json").write_text(json.dumps(described))
+    return str(directory)
+
+
+_OF_SPARSE = ("mlp_layer_types", "layer_types")
+"""Settings of models with sparse attention, beside those of indexers, that DeepSeek-V3 does not have."""
 
 
 def save_random(settings: dict[str, Any], path: Path) -> str:

@@ -94,6 +94,11 @@ def check_served(path: str, model: dict[str, Any], *, cuda: bool) -> None:
         return
     if model.get("model_type") == "kimi_linear":
         raise ConfigError(f"base_model: {path}/config.json has model_type {model['model_type']}: vLLM needs a GPU")
+    if model.get("index_topk") is not None:
+        raise ConfigError(
+            f"base_model: {path}/config.json has index_topk {model['index_topk']}: "
+            "vLLM needs a GPU for sparse attention"
+        )
     needed = {}
     if has_delta_rule(model):
         needed |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}

@@ -44,7 +44,10 @@ _NEEDED = (
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
 _ROUTERS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_router_activation_func": "sigmoid"}
 """Fields that transformers does not read, because its layers have this router alone."""
-_SIGMOID_ROUTERS = ("deepseek_v3", "kimi_k2", "glm4_moe", "minimax_m2", "kimi_linear")
+_SIGMOID_ROUTERS = (
+    *("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm_moe_dsa"),
+    *("minimax_m2", "kimi_linear"),
+)
 SAME_CLASS = {"kimi_k2": "deepseek_v3"}
 """Kinds of models without a class of their own in transformers."""
 

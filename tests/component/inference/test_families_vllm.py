@@ -28,7 +28,7 @@ from skyrl.runtime.processes.ports import free_port
 from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.architectures.figures import record
-from tests.families import FAMILIES, MIXTURES, VOCAB, make_family
+from tests.families import FAMILIES, MIXTURES, VOCAB, as_dense, make_family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -44,6 +44,7 @@ tokens, and by how much of itself an adapter's change of their logprobs is small
 NEW_TOKENS = 8
 UNSERVED = {
     "kimi-linear": "vLLM has it for GPUs alone",
+    "glm-5.3-flash": "as kimi-linear",
     "kimi-k2.5": "needs a processor, also for text, which only its releases have; its text part is DeepSeek-V3's",
     "nemotron-h that sees": "as kimi-k2.5; its text part is Nemotron-H's",
 }
@@ -57,6 +58,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in (*FAMILIES, *MIXTURES) if family not in UNSERVED},
     # vLLM's kernels for CPUs take these sizes.
     "deepseek-v3": ("deepseek-v3", _LATENT),
+    # vLLM has sparse attention for GPUs alone: among so many tokens it is dense (`SPARSE`).
+    "deepseek-v3.2": ("deepseek-v3.2", {**_LATENT, "index_topk": 64}),
+    "glm-5": ("glm-5", {**_LATENT, "index_topk": 64}),
     # Released models have yarn with these settings.
     "deepseek-v3, yarn": (
         "deepseek-v3",
@@ -78,6 +82,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-3, large vocabulary": ("gemma-3", {"vocab_size": 262_208}),
 }
 """Each family, and the settings of its tiny model that differ from `tests.families`."""
+SPARSE = ("deepseek-v3.2", "glm-5")
+"""vLLM serves these as DeepSeek-V3, of the same weights without indexers, and loads the trainer's adapters."""
 
 
 def _trained(path: str, directory: Path) -> LoraBackend:
@@ -147,9 +153,11 @@ async def test_vllm_and_the_trainer_agree_on_base_model_and_adapters(tmp_path: P
     family, changed = MODELS[model]
     path = make_family(family, tmp_path, **changed)
     as_released(family, Path(path))
+    backend = _trained(path, tmp_path / "adapters")
+    if family in SPARSE:
+        path = as_dense(path, tmp_path / "dense")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(model_path() / name, Path(path) / name)
-    backend = _trained(path, tmp_path / "adapters")
     # The tokenizer above has no tokens for pictures. test_pictures_vllm.py has these models with pictures.
     options = {"generator.inference_engine.engine_init_kwargs": {"language_model_only": True} if _sees(path) else {}}
     config = load_config({"base_model": path, "backend_config": options})

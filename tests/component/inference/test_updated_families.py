@@ -27,6 +27,9 @@ ROUNDED = {"qwen3-next": "bfloat16", "qwen3.5-moe": "bfloat16", "nemotron-h": "f
 """vLLM's delta rule on a CPU computes in bfloat16 alone, its Mamba layers partly."""
 NOT_SERVED = {
     "kimi-linear": "vLLM on a CPU turns its prefix cache off, and then refuses the model",
+    "deepseek-v3.2": "vLLM has sparse attention for GPUs alone",
+    "glm-5": "as deepseek-v3.2",
+    "glm-5.3-flash": "as deepseek-v3.2",
     "qwen3-vl-moe": "needs a processor; its text part is Qwen3-MoE's",
     "qwen3.5-moe that sees": "needs a processor; its text part is Qwen3.5-MoE's",
     "kimi-k2.5": "needs a processor; its text part is DeepSeek-V3's",

@@ -129,6 +129,7 @@ def test_a_model_that_sees_is_served_for_text(tmp_path: Path) -> None:
         (DELTA_RULE | {"linear_key_head_dim": 64}, "linear_key_head_dim 64, and on a CPU vLLM serves 128 alone"),
         (LATENT | {"kv_lora_rank": 256}, "kv_lora_rank 256, and on a CPU vLLM serves 512 alone"),
         (SIZES | {"model_type": "kimi_linear"}, "model_type kimi_linear: vLLM needs a GPU"),
+        (LATENT | {"index_topk": 2048}, "index_topk 2048: vLLM needs a GPU for sparse attention"),
     ],
 )
 def test_what_vllm_serves_on_gpus_alone_is_refused_on_a_cpu(tmp_path: Path, config: dict[str, Any], words: str) -> None:
