@@ -91,6 +91,8 @@ def serve_lm_head() -> None:
 
     def load_lora_model(runner: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         add_lm_head(model)
+        if (language_model := getattr(model, "language_model", None)) is not None:
+            add_lm_head(language_model)  # Gemma 4's does not name it itself
         return original(runner, model, *args, **kwargs)
 
     LoRAModelRunnerMixin.load_lora_model = load_lora_model  # type: ignore[method-assign]

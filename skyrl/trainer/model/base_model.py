@@ -227,12 +227,29 @@ def check_config(path: str, config: Any) -> None:
             f"base_model: {path} ({text_config.model_type}) has sparse attention to the {tokens} tokens that an "
             f"indexer chooses (index_topk), of another kind than {', '.join(SPARSE)}, which is not supported"
         )
+    if missing := _missing(text_config):
+        raise ConfigError(
+            f"base_model: {path} ({text_config.model_type}) has {' and '.join(missing)}, which is not supported"
+        )
     rope = getattr(text_config, "rope_parameters", None) or {}
     for kind in (rope, *(each for each in rope.values() if isinstance(each, dict))):  # Gemma 3 has one for each kind
         if kind.get("rope_type") in _LENGTH_DEPENDENT_ROPE and not _has_fixed_base(text_config, kind):
             raise ConfigError(
                 f"base_model: {path} has {kind['rope_type']} position embeddings, which depend on the batch"
             )
+
+
+def _missing(config: Any) -> list[str]:
+    """What MiniMax-M3 and Qwen4 have, and packed rows do not."""
+    found = []
+    if "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ()):
+        blocks = f"{config.index_topk_blocks} blocks of {config.index_block_size} tokens"
+        found.append(f"sparse attention to the {blocks} that an indexer chooses (index_topk_blocks)")
+    if (tokens := getattr(config, "indexer_budget", None)) is not None:
+        found.append(f"sparse attention to the {tokens} tokens whose blocks an indexer chooses (indexer_budget)")
+    if getattr(config, "ple_layer_ids", None):
+        found.append("embeddings of n-grams with a convolution over them (ple_layer_ids)")
+    return found
 
 
 def _has_fixed_base(config: Any, rope: Mapping[str, Any]) -> bool:

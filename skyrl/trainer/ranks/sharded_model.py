@@ -269,11 +269,11 @@ def load_sharded_model(
 def _load_whole(path: str, device: torch.device, form: ModelForm, *, pictures: bool) -> ShardedModel:
     """As transformers loads models, so that pickled files and buffers that only `from_pretrained` computes are fine.
     Trained parameters, too, have the dtype that the device computes in."""
+    check_config(path, read_config(path).config)
     model = load_model(path, base_dtype(device), safetensors_only=form.trained, keep_quantized=form.keep_quantized)
     tower = make_tower(path, detach_vision(model), device, pictures=pictures)
     model.to(device).eval().requires_grad_(form.trained)
     align(model.parameters())
-    check_config(path, model.config)
     packed = form.packed(path, model)
     in_files: dict[str, list[FileTensor]] = {}
     if form.trained:

@@ -61,6 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # vLLM has sparse attention for GPUs alone: among so many tokens it is dense (`SPARSE`).
     "deepseek-v3.2": ("deepseek-v3.2", {**_LATENT, "index_topk": 64}),
     "glm-5": ("glm-5", {**_LATENT, "index_topk": 64}),
+    "glm-4.7-flash": ("glm-4.7-flash", _LATENT),
     # Released models have yarn with these settings.
     "deepseek-v3, yarn": (
         "deepseek-v3",

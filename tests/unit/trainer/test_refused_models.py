@@ -76,6 +76,37 @@ GLM_5: dict[str, Any] = {
     "mlp_layer_types": ["dense", "dense"],
 }
 """Its attention is sparse beyond 2,048 tokens."""
+MINIMAX_M3: dict[str, Any] = {
+    "model_type": "minimax_m3_vl_text",
+    "layer_types": ["full_attention", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "dense"],
+    "dense_intermediate_size": 16,
+    "index_n_heads": 1,
+    "index_head_dim": 8,
+}
+QWEN4: dict[str, Any] = {
+    "model_type": "qwen4_exp_text",
+    "layer_types": ["linear_attention", "indexed_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 1,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "hc_lowrank": 4,
+    "indexer_n_heads": 1,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "ple_layer_ids": [1],
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 32,
+    "split_ngram_parts": 1,
+    "eos_token_id": 1,
+}
 FALCON: dict[str, Any] = {"model_type": "falcon", "alibi": True, "head_dim": None}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "olmoe": (
@@ -97,6 +128,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "falcon": (FALCON, r"FalconForCausalLM.*: no linear layers of a known name found"),
     "inkling": (INKLING, "InklingForCausalLM.*: the projections of model.layers.0 are none that LoRA can train"),
     "glm-5": (GLM_5, r"\(glm_moe_dsa\) has sparse attention to the 2048 tokens that an indexer chooses"),
+    "minimax-m3": (
+        MINIMAX_M3,
+        r"\(minimax_m3_vl_text\) has sparse attention to the 16 blocks of 128 tokens that an indexer chooses",
+    ),
+    "qwen4": (
+        QWEN4,
+        r"\(qwen4_exp_text\) has sparse attention to the 8 tokens whose blocks an indexer chooses \(indexer_budget\) "
+        r"and embeddings of n-grams with a convolution over them \(ple_layer_ids\), which is not supported",
+    ),
     "stablelm": ({"model_type": "stablelm"}, "the model does not pass the layout of the rows on to its attention"),
     "phi-3 with longrope": (
         {"model_type": "phi3", "original_max_position_embeddings": 32, "rope_parameters": LONGROPE},
