@@ -27,6 +27,7 @@ from skyrl.base.pictures.vision import VisionConfig
 from skyrl.base.wire.errors import whose_vocabulary
 from skyrl.trainer.protocol import Datum, InvalidRequest, ModelLimits, TrainingPass
 from skyrl.trainer.rows.routed_experts import FIELD, check_routed_experts
+from skyrl.trainer.rows.sampled_from import KEPT_FIELDS, SAMPLING_KEYS, SampledFrom, check_kept_tokens
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,9 @@ def served_losses(stable_reinforce: Literal["refuse", "cispo"]) -> dict[str, Los
 class Tally:
     """Sums over the slices of one pass. `active`: the number of entries with a non-zero advantage, which ratio
     statistics are over; None for losses without advantages. `weights`: the sum of the weights of cross_entropy, NaN if
-    one of them is negative; None for losses without weights. `custom`: the sums of a custom loss's metrics."""
+    one of them is negative; None for losses without weights. `custom`: the sums of a custom loss's metrics. `outside`:
+    of the entries that are trained, those whose target is not among the tokens that it is scored over; None where
+    nothing is left out of the vocabulary."""
 
     loss: float = 0.0
     tokens: int = 0
@@ -195,6 +198,7 @@ class Tally:
     clipped: float | None = None
     weights: float | None = None
     custom: dict[str, float] = field(default_factory=dict)
+    outside: int | None = None
 
     def add_all(self, other: Tally) -> None:
         """Add the sums of other slices of the same pass."""
@@ -212,9 +216,12 @@ class Tally:
             self.weights = (self.weights or 0.0) + other.weights
         for name, value in other.custom.items():
             self.custom[name] = self.custom.get(name, 0.0) + value
+        if other.outside is not None:
+            self.outside = (self.outside or 0) + other.outside
 
     def metrics(self) -> dict[str, float]:
-        """`loss:sum`, `num_tokens:sum`, `computed_tokens:sum`; with weights also `weights:sum`, unless one is negative;
+        """`loss:sum`, `num_tokens:sum`, `computed_tokens:sum`; of a pass that is scored over what it was sampled from
+        also `outside_tokens:sum`; with weights also `weights:sum`, unless one is negative;
         with advantages also `active_tokens:sum`, `ratio:sum`, `kl:sum`; with clipping also `clipped:sum`. Where one
         advantage is not 0 also `ratio:mean`, `ratio:max`, `kl:mean`; with clipping also `clip_fraction:mean`.
 
@@ -227,6 +234,8 @@ class Tally:
             "num_tokens:sum": float(self.tokens),
             "computed_tokens:sum": float(self.rows),
         }
+        if self.outside is not None:
+            metrics["outside_tokens:sum"] = float(self.outside)
         if self.weights is not None and not math.isnan(self.weights):
             metrics["weights:sum"] = self.weights
         if self.active is not None:
@@ -248,6 +257,7 @@ def check_pass(training_pass: TrainingPass, limits: ModelLimits, losses: Mapping
     """Raise InvalidRequest: unknown loss or key, wrong shape, dtype or value, tokens or lengths beyond the model."""
     loss = known_loss(training_pass.loss_fn, losses)
     loss_config(training_pass.loss_fn, loss, training_pass.loss_config)
+    sampled_from = SampledFrom.of(training_pass.loss_config)
     if not training_pass.data:
         raise InvalidRequest("data: must hold at least one datum")
     for index, datum in enumerate(training_pass.data):
@@ -262,6 +272,7 @@ def check_pass(training_pass: TrainingPass, limits: ModelLimits, losses: Mapping
             check_picture_targets(datum, loss)
             if FIELD in datum.loss_inputs:
                 check_routed_experts(datum, limits.mixture)
+            check_kept_tokens(datum, sampled_from, limits.vocab_size)
         except InvalidRequest as error:
             raise InvalidRequest(f"data[{index}]: {error}") from None
 
@@ -276,10 +287,12 @@ def known_loss(name: str, losses: Mapping[str, Loss]) -> Loss:
 
 
 def loss_config(name: str, loss: Loss, requested: Mapping[str, float]) -> dict[str, float]:
-    """The loss's configuration, completed with defaults. Raises InvalidRequest for unknown keys and invalid values."""
+    """The loss's configuration, completed with defaults, without what it was sampled from. Raises InvalidRequest for
+    unknown keys and invalid values."""
+    requested = {key: value for key, value in requested.items() if key not in SAMPLING_KEYS}
     for key, value in requested.items():
         if key not in loss.config:
-            allowed = ", ".join(loss.config) or "no keys"
+            allowed = ", ".join((*loss.config, *SAMPLING_KEYS))
             raise InvalidRequest(f"loss_fn_config: {name} has no key {key!r}; allowed: {allowed}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
             raise InvalidRequest(f"loss_fn_config.{key}: must be a finite number of at least 0, got {value!r}")
@@ -343,7 +356,7 @@ def _check_inputs(datum: Datum, name: str, loss: Loss) -> None:
     inputs = datum.loss_inputs
     known = ("target_tokens", *loss.required, *loss.optional)
     for key in inputs:
-        if key not in (*known, FIELD):
+        if key not in (*known, FIELD, *KEPT_FIELDS):
             raise InvalidRequest(f"loss_fn_inputs.{key}: {name} does not use it; it takes {', '.join(known)}")
     for key in (*loss.required, *loss.optional):
         values = inputs.get(key)

@@ -89,7 +89,8 @@ class ModelLimits:
 @dataclass(frozen=True)
 class Datum:
     """One sequence. `tokens`: int64 [N]. `loss_inputs`: name -> int64 or float32, [N] or [N, K], dense. Besides the
-    inputs of the loss, a datum for a mixture of experts may have `routed_experts`, int64 [N, layers, k] or packed.
+    inputs of the loss, a datum for a mixture of experts may have `routed_experts`, int64 [N, layers, k] or packed; and
+    any datum the tokens that its targets were drawn from (`skyrl.trainer.rows.sampled_from`).
     `pictures`: in the order of their places, without overlap; `tokens` holds the model's `image_token_id` there."""
 
     tokens: npt.NDArray[np.int64]
@@ -114,7 +115,8 @@ class TrainingPass:
 
 @dataclass(frozen=True)
 class PassResult:
-    """`logprobs[i]`: float32, same shape as datum i's target_tokens, at temperature 1. `metrics`: `name:reduction`."""
+    """`logprobs[i]`: float32, same shape as datum i's target_tokens, at temperature 1 over the whole vocabulary unless
+    the pass says what the targets were sampled from. `metrics`: `name:reduction`."""
 
     logprobs: list[npt.NDArray[np.float32]]
     metrics: dict[str, float]

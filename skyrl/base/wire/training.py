@@ -19,8 +19,8 @@ from skyrl.base.wire.requests import SequencedRequest
 from skyrl.base.wire.sample_request import ImagePart, ModelInput, text_and_images
 
 PROTOBUF = "application/x-protobuf"
-_NEVER_SPARSE = ("routed_experts",)
-"""Inputs in which an unlisted cell, read as 0, would have a meaning that nobody gave it: there it is expert 0."""
+_NEVER_SPARSE = ("routed_experts", "top_p_token_ids", "top_p_token_offsets")
+"""Inputs in which an unlisted cell, read as 0, would have a meaning that nobody gave it: expert 0, or token 0."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from skyrl.trainer.device import failure_of, read_back, uploaded
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.losses import LossFunction, LossInputs, LossValue, Tally, loss_config, text_entries
 from skyrl.trainer.model.logprobs import Targets
-from skyrl.trainer.passes.pass_run import MicroBatchItem, PartScore, PassShare
+from skyrl.trainer.passes.pass_run import MicroBatchItem, PartScore, PassShare, scorings_of
 from skyrl.trainer.protocol import Datum
 from skyrl.trainer.rows import packing
 from skyrl.trainer.rows.packing import PackedItem, pack, pack_alone
@@ -245,12 +245,14 @@ class GroupSums:
 @dataclass(frozen=True)
 class Scores:
     """Of a micro-batch, on the device. logprobs: float32 [entries]. gradient: of all losses with respect to logprobs,
-    float32 [entries]; None without a backward. errors: of parts whose loss has raised, by number."""
+    float32 [entries]; None without a backward. errors: of parts whose loss has raised, by number. outside: float32
+    [entries] as `Targets.outside`, or nothing."""
 
     logprobs: Tensor
     sums: Sequence[GroupSums]
     gradient: Tensor | None
     errors: Mapping[int, tuple[PassShare, Exception]] = field(default_factory=dict)
+    outside: Sequence[Tensor] = ()
 
     @staticmethod
     def of(losses: MicroBatchLosses, logprobs: Tensor, *, backward: bool, apart: bool = False) -> Scores:
@@ -293,7 +295,7 @@ class Scores:
         """Of each part, in the order of the micro-batch. Waits for the device once."""
         if not self.sums and not self.errors:
             return []
-        numbers, (logprobs,) = read_back([each.numbers for each in self.sums], [self.logprobs])
+        numbers, (logprobs, *outside) = read_back([each.numbers for each in self.sums], [self.logprobs, *self.outside])
         found: list[tuple[int, PassShare, Tally, bool, Exception | None]] = [
             (number, part, tally, counts, None)
             for each, own in zip(self.sums, numbers, strict=True)
@@ -306,6 +308,8 @@ class Scores:
         start = 0
         for _, part, tally, counts, error in sorted(found, key=lambda each: each[0]):
             stop = start + part.entries
+            for marks in outside if part.restricts else ():
+                tally.outside = int(marks[start:stop][trained_entries(part)].sum())
             scores.append(PartScore(tally, by_datum(logprobs[start:stop], part.data), counts, error))
             start = stop
         return scores
@@ -402,7 +406,7 @@ class MicroBatch:
             arrays = [datum.loss_inputs["target_tokens"] for piece in slices for datum in piece.data]
             rows_of = [rows + (each.start - start) for each in packed for rows in each.layout.rows_of]
             trained = np.concatenate([trained_entries(each) for piece in slices for each in piece.parts])
-            made.targets.append(Targets.of(arrays, rows_of, trained, device))
+            made.targets.append(Targets.of(arrays, rows_of, trained, device, scorings_of(slices)))
             made.segments.append(LoraSegment(start, stop, 1.0))
         return made
 
@@ -434,7 +438,9 @@ def part_of(item: MicroBatchItem, part: SequencePart, device: torch.device, *, b
     trained = trained_entries(of_pass)[part.start * width : part.stop * width].copy()
     if not trained.any():  # as `trained_entries`
         trained[0] = True
-    targets = Targets.of([target_tokens[part.start : part.stop]], packed.layout.rows_of, trained, device)
+    if (scorings := scorings_of([item])) is not None:
+        scorings = replace(scorings, of_positions=[scorings.of_positions[0][part.start : part.stop]])
+    targets = Targets.of([target_tokens[part.start : part.stop]], packed.layout.rows_of, trained, device, scorings)
     adapter = item.running.model
     segment = LoraSegment(0, packed.stop, adapter.scale, adapter.leaves(backward))
     return MicroBatch([packed], [targets], [segment], losses=losses_of([item], device, joined=False))

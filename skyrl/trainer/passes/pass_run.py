@@ -34,6 +34,7 @@ from skyrl.trainer.device import HOST, failure_of
 from skyrl.trainer.losses import Loss, Tally
 from skyrl.trainer.protocol import Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
 from skyrl.trainer.rows.prefixes import PrefixTree, prefix_tree
+from skyrl.trainer.rows.sampled_from import SampledFrom, Scorings, restricts
 
 BACKWARD = 1.0
 """What the backward of a row costs beside its forward: the gradient of each product's input, as many operations. Layers
@@ -191,6 +192,11 @@ class PassShare:
         """The number of targets."""
         return sum(datum.loss_inputs["target_tokens"].size for datum in self.data)
 
+    @property
+    def restricts(self) -> bool:
+        """Whether targets of the pass are scored in another way than at temperature 1 over the whole vocabulary."""
+        return restricts(self.running.training_pass)
+
 
 @dataclass(frozen=True)
 class MicroBatchItem:
@@ -217,6 +223,16 @@ class MicroBatchItem:
         if len(indices) == len(self.indices):
             return self
         return replace(self, indices=indices, rows=self.running.tree.rows(indices)) if indices else None
+
+
+def scorings_of(items: Sequence[MicroBatchItem]) -> Scorings | None:
+    """How the targets of the items' sequences are scored; None if no pass restricts that."""
+    parts = [part for item in items for part in item.parts]
+    if not any(part.restricts for part in parts):
+        return None
+    return Scorings.of(
+        (SampledFrom.of(part.running.training_pass.loss_config), datum) for part in parts for datum in part.data
+    )
 
 
 def items_of(running: PassRun, budget: int, device_type: str) -> list[MicroBatchItem]:

@@ -34,6 +34,7 @@ from skyrl.trainer.lora.adapter import Target
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.losses import Tally, served_losses
 from skyrl.trainer.model.base_model import BaseModel
+from skyrl.trainer.model.logprobs import outside_of
 from skyrl.trainer.model.recomputation import Recomputation, Setting
 from skyrl.trainer.model.row_budget import BudgetSettings, RowBudget, measure_row
 from skyrl.trainer.passes.micro_batch import MicroBatch, Scores, look_at, one_token, part_of
@@ -319,12 +320,14 @@ class RankBase(ABC):
         with torch.set_grad_enabled(trains), packed.active.use(made.segments):
             with nullcontext([]) if self.alone else packed.embeddings_in_graph() as embeddings:
                 own = packed(made.packed, made.targets, made.segments)
-            logprobs = own[0] if len(own) == 1 else torch.cat(own)
+            logprobs, outside = own[0] if len(own) == 1 else torch.cat(own), outside_of(made.targets)
             width = 0
             if part is not None:
                 width = len(logprobs) // (part.stop - part.start)
-                logprobs = gathered(logprobs.detach(), [part.rows_of(rank) * width for rank in range(part.ranks)])
+                sizes = [part.rows_of(rank) * width for rank in range(part.ranks)]
+                logprobs, *outside = [gathered(each.detach(), sizes) for each in (logprobs, *outside)]
             scores = Scores.of(made.losses, logprobs, backward=trains, apart=not self.alone)
+            scores = replace(scores, outside=outside)
             gradients: Sequence[Tensor | None] = [None] * len(items)
             if scores.gradient is not None:
                 start = scores.gradient

@@ -54,7 +54,10 @@ REFUSALS: dict[str, tuple[Callable[[], TrainingPass], list[str]]] = {
         lambda: train("m", rl(0, 4), "ppo", clip=0.2),
         ["loss_fn_config", "'clip'", "clip_low_threshold", "clip_high_threshold"],
     ),
-    "config key of a loss without": (lambda: train("m", sft(0, 4), beta=1.0), ["loss_fn_config", "no keys"]),
+    "config key of a loss without": (
+        lambda: train("m", sft(0, 4), beta=1.0),
+        ["loss_fn_config", "allowed: sampling_temperature, top_p, top_k"],
+    ),
     "config NaN": (lambda: train("m", rl(0, 4), "dro", beta=float("nan")), ["loss_fn_config.beta", "finite"]),
     "config negative": (lambda: train("m", rl(0, 4), "dro", beta=-1.0), ["loss_fn_config.beta"]),
     "config order": (
