@@ -28,6 +28,7 @@ from skyrl.engine.exclusive_commands import ExclusiveCommands
 from skyrl.engine.metrics import EngineMetrics, RunTimes, phase_of
 from skyrl.engine.model_ends import ModelEnds
 from skyrl.engine.publishing import WeightPublisher
+from skyrl.engine.ratios import RatioCheck
 from skyrl.engine.scheduler import Scheduler
 from skyrl.engine.snapshots import Snapshots
 from skyrl.engine.stored_losses import StoredLosses
@@ -86,6 +87,7 @@ def run_passes(
     backend: Backend,
     pictures: PassPictures,
     losses: StoredLosses,
+    ratios: RatioCheck,
 ) -> PassOutcomes:
     """Run passes on the backend thread. An invalid pass fails alone; the other passes run.
 
@@ -112,7 +114,8 @@ def run_passes(
         if isinstance(result, Exception):
             outcomes[command.request_id] = failed(result, command)
         else:
-            encoded = encode_forward_backward(result.logprobs, result.metrics)
+            notice = ratios.notice(training_pass.model_id, result.metrics, training_pass.loss_config)
+            encoded = encode_forward_backward(result.logprobs, result.metrics | notice)
             outcomes[command.request_id] = Outcome(encoded, "proto:forward_backward")
             size = sum(len(datum.tokens) for datum in training_pass.data)
             tokens[training_pass.model_id] += size
@@ -156,6 +159,9 @@ class PassPictures:
 
 logger = logging.getLogger(__name__)
 
+_UPDATES = frozenset({Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.LOAD_WEIGHTS})
+"""After these the next samples are likely to be of the weights that are trained."""
+
 
 class Execution:
     """Runs commands that the scheduler has handed out, and tells the scheduler when they are settled.
@@ -197,6 +203,7 @@ class Execution:
         self._tracing = tracing
         self._pictures = pictures
         self._losses = losses
+        self._ratios = RatioCheck()
 
     # On the event loop: choose the thread, and wait until the command is settled.
 
@@ -251,7 +258,7 @@ class Execution:
             started = self._begin(commands)
             bodies = self._bodies(commands)
             runnable = [command for command in commands if command.request_id in bodies]  # other rows were deleted
-            passes = run_passes(runnable, bodies, self._backend, self._pictures, self._losses)
+            passes = run_passes(runnable, bodies, self._backend, self._pictures, self._losses, self._ratios)
             busy_s = time.perf_counter() - started
 
             def count(connection: Connection) -> None:
@@ -298,6 +305,8 @@ class Execution:
                 change = run_steps.end_step(command.model_id, time.perf_counter() - started, rate)
             if ran.weights is not None:
                 self._publisher.publish(ran.weights)
+            if command.kind in _UPDATES and command.model_id is not None:
+                self._ratios.updated(command.model_id)
         except Exception as error:  # the client gets it, or the log
             if isinstance(error, Displaced) or is_transient(error):  # the next engine runs the command
                 raise

@@ -102,8 +102,9 @@ def test_sparse_two_dimensional_tensors_become_dense() -> None:
     assert inputs["weights"].dtype == np.float32
 
 
-def test_routed_experts_are_refused_as_a_sparse_tensor() -> None:
-    """A cell that is not listed would be expert 0, for one expert per token a choice like any other."""
+@pytest.mark.parametrize("name", ["routed_experts", "top_p_token_ids"])
+def test_recorded_numbers_are_refused_as_a_sparse_tensor(name: str) -> None:
+    """A cell that is not listed would be expert 0, for one expert per token a choice like any other; or token 0."""
     sparse = TensorData([], "int64", [2, 1], sparse_crow_indices=[0, 0, 0], sparse_col_indices=[])
     dense = TensorData([0, 0], "int64", [2, 1])
     in_json = {
@@ -114,10 +115,10 @@ def test_routed_experts_are_refused_as_a_sparse_tensor() -> None:
         "sparse_col_indices": [],
     }
     for error in (
-        refused(sdk_body([datum([1, 2], routed_experts=dense), datum([1, 2], routed_experts=sparse)]), "proto"),
-        refused(as_json(json_datum([1, 2]), json_datum([1, 2], routed_experts=in_json))),
+        refused(sdk_body([datum([1, 2], **{name: dense}), datum([1, 2], **{name: sparse})]), "proto"),
+        refused(as_json(json_datum([1, 2]), json_datum([1, 2], **{name: in_json}))),
     ):
-        assert "data[1].loss_fn_inputs.routed_experts: must be dense" in str(error)
+        assert f"data[1].loss_fn_inputs.{name}: must be dense" in str(error)
 
 
 def test_dense_two_dimensional_tensors_keep_their_shape() -> None:

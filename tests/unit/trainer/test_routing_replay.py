@@ -18,6 +18,7 @@ from skyrl.base.pictures.vision import NoVision
 from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.engine.execution import PassPictures, run_passes
+from skyrl.engine.ratios import RatioCheck
 from skyrl.engine.stored_losses import StoredLosses
 from skyrl.trainer.losses import LOSSES
 from skyrl.trainer.protocol import Datum, InvalidRequest, Mixture, PassResult, TrainingPass
@@ -169,7 +170,8 @@ def test_a_body_of_the_sdk_replays_the_routing(compact: bool) -> None:
     request = ForwardBackwardRequest(types.ForwardBackwardInput(data, "cross_entropy"), "m", 1)
     body = forward_backward_request_to_proto(request).SerializeToString()
     command = Command(1, "r", Kind.FORWARD, "t", "s", "m", 1, None, None, "proto", len(body))
-    ((_, outcome),) = run_passes([command], {"r": body}, _backend(), PICTURES, LOSSES_STORED).outcomes
+    checks = LOSSES_STORED, RatioCheck()
+    ((_, outcome),) = run_passes([command], {"r": body}, _backend(), PICTURES, *checks).outcomes
     output = pb.ForwardBackwardOutput.FromString(outcome.result)
     (record,) = output.loss_fn_outputs
     found = np.frombuffer(record.fields["logprobs"].data, F32)

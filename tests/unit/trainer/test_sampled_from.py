@@ -4,12 +4,15 @@ recorded tokens; so the ratio of fresh samples is 1."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from test_output_layer import CHUNK, _Peak  # pyright: ignore[reportPrivateUsage]
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.types.forward_backward_request import ForwardBackwardRequest
 from torch import Tensor
 from torch_lora_support import (
     VOCAB,
@@ -28,6 +31,11 @@ from torch_lora_support import (
 from trainer_kinds import WHOLE
 from transformers import AutoModelForCausalLM
 
+from skyrl.base.pictures.vision import NoVision
+from skyrl.base.types.requests import Command, Kind
+from skyrl.base.wire import tinker_pb2 as pb
+from skyrl.engine.execution import PassPictures, run_passes
+from skyrl.engine.ratios import NOTICE, RatioCheck
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.losses import LOSSES
 from skyrl.trainer.model import logprobs as logprobs_module
@@ -37,6 +45,7 @@ from skyrl.trainer.protocol import Datum, InvalidRequest, TrainingPass
 from skyrl.trainer.rows.sampled_from import SampledFrom, Scorings
 
 CPU = torch.device("cpu")
+PICTURES = PassPictures(cast(Any, None), NoVision("it is a model of text"))
 WAYS = [
     SampledFrom(),
     SampledFrom(temperature=0.6),
@@ -302,6 +311,33 @@ def test_a_plain_pass_keeps_its_bits_beside_others_and_with_the_keys_off() -> No
         assert later[0].metrics["loss:sum"] == results[0][0].metrics["loss:sum"]
     assert "outside_tokens:sum" not in results[2][0].metrics
     assert results[2][1].metrics["outside_tokens:sum"] > 0
+
+
+@pytest.mark.parametrize("record", [False, True], ids=["keys", "recorded tokens"])
+def test_the_unchanged_sdk_tells_what_it_sampled_from(fresh: dict[bool, list[Datum]], record: bool) -> None:
+    """From the bytes that the SDK sends to the metrics, as the engine runs them."""
+    backend, ratios = make_backend(), RatioCheck()
+    backend.create_model("m", spec())
+    data = [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(datum.tokens.tolist()),
+            loss_fn_inputs={name: types.TensorData.from_numpy(array) for name, array in datum.loss_inputs.items()},
+        )
+        for datum in fresh[record]
+    ]
+
+    def metrics(config: dict[str, float] | None) -> dict[str, float]:
+        request = ForwardBackwardRequest(types.ForwardBackwardInput(data, "ppo", config), "m", 1)
+        body = forward_backward_request_to_proto(request).SerializeToString()
+        command = Command(1, "r", Kind.FORWARD, "t", "s", "m", 1, None, None, "proto", len(body))
+        ((_, outcome),) = run_passes([command], {"r": body}, backend, PICTURES, ratios).outcomes
+        return dict(pb.ForwardBackwardOutput.FromString(outcome.result).metrics)
+
+    told = metrics({"sampling_temperature": 0.7} if record else CONFIG)
+    assert told["ratio:mean"] == pytest.approx(1, abs=1e-4)
+    assert NOTICE not in told
+    ratios.updated("m")
+    assert NOTICE in metrics({"sampling_temperature": 9.0} if record else None)
 
 
 def _with(datum: Datum, **inputs: Any) -> Datum:
