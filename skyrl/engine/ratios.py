@@ -76,7 +76,7 @@ class RatioCheck:
 
 
 def _sentence(ratio: float, divergence: float, loss_config: Mapping[str, float]) -> str:
-    found = f"the first pass on fresh samples has a mean ratio of {ratio:.3g} (not 1), a mean kl of {divergence:.2g} (not 0)"
+    found = f"the first pass on fresh samples has a mean ratio of {ratio:.3g} (not 1), a kl of {divergence:.2g} (not 0)"
     told = [f"{key} {loss_config[key]:g}" for key in SAMPLING_KEYS if key in loss_config]
     if told:
         return f"{found}: the samples are of other weights, or were not sampled with {', '.join(told)}"
