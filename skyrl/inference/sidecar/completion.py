@@ -219,6 +219,7 @@ def meta_info(
     texts: Texts = None,
     experts_start: int | None,
     scoring: bool = False,
+    kept: int = 0,
 ) -> dict[str, Any]:
     """What is told of a sample. `version`: of the weights, if vLLM tells it; `started`: when the request came, on the
     clock of `time.monotonic`; `logprobs` and `experts_start`: None if they are not wanted. Raises NotOffered,
@@ -242,7 +243,31 @@ def meta_info(
         meta |= logprob_lists(logprobs, collected, prompt, texts, scoring=scoring)
     if experts_start is not None and finish is not None:
         meta |= _routed_experts(collected, len(prompt), experts_start, scoring=scoring)
+    if kept and finish is not None and not scoring:
+        meta |= kept_tokens(collected, kept)
     return meta
+
+
+def kept_tokens(collected: Collected, kept: int) -> dict[str, str]:
+    """The tokens that top-k, top-p and min-p have kept at each step, by id, as slime's SGLang tells them: int32 in
+    base64, and where those of each step begin and end. vLLM was asked for `kept` alternatives, and gave those that are
+    possible. Raises VllmBroke if there are as many: then there may be more."""
+    ids: list[int] = []
+    ends = [0]
+    for place, (row, token) in enumerate(zip(collected.alternatives, collected.tokens, strict=True)):
+        own = sorted({token, *(each for _, each in row)})
+        if len(own) >= kept:
+            raise VllmBroke(
+                f"return_top_p_token_ids: at token {place} the logits of {len(own)} or more tokens equal the least one "
+                "that top_k keeps, and vLLM does not tell them all"
+            )
+        ids += own
+        ends.append(len(ids))
+    return {"top_p_token_ids": _base64_int32(ids), "top_p_token_offsets": _base64_int32(ends)}
+
+
+def _base64_int32(numbers: list[int]) -> str:
+    return base64.b64encode(np.array(numbers, "<i4").tobytes()).decode()
 
 
 def logprob_lists(

@@ -6,7 +6,7 @@ also a default: otherwise the model's `generation_config.json` would decide in v
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,19 +32,27 @@ REFUSED_PARAMETERS = {
     "custom_logit_processor": "logit_bias changes the logits of single tokens",
 }
 """Without these, other tokens would be sampled; vLLM has no equivalent. What a client can use in their place."""
-IGNORED_PARAMETERS = ("custom_params",)
-"""Meant for extensions of SGLang; without the extension SGLang ignores them."""
+CUSTOM = "custom_params"
+"""Meant for extensions of SGLang, which ignores what it has no extension for. One of them is here, slime's."""
+KEPT = "return_top_p_token_ids"
+MOST_KEPT = 1024
+"""The largest top_k with which the kept tokens are told."""
+TIES = 15
+"""vLLM keeps all tokens whose logits equal the k-th. So many more than k are asked for, to see whether these are all;
+with top_k 50 that is what the vLLMs of `skyrl rollout` give."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """`max_new_tokens` is None if the client left it to the default, which the context may shorten. `fields` are for
-    vLLM; the number of tokens and the seed are apart because they depend on the prompt and on the sample."""
+    vLLM; the number of tokens and the seed are apart because they depend on the prompt and on the sample. `kept`: fewer
+    tokens than that are kept at each step, and are to be told; 0: they are not asked for, or all are kept."""
 
     n: int
     max_new_tokens: int | None
     seed: int | None
     fields: dict[str, Any]
+    kept: int = 0
 
     def seed_of(self, child: int) -> int | None:
         """The seed of one of the n samples."""
@@ -57,8 +65,7 @@ def read_sampling(given: Any, name: str = "sampling_params") -> Sampling:
     for key, instead in REFUSED_PARAMETERS.items():
         if params.pop(key, None) not in (None, False, 1, "", []):
             raise BadRequest(f"{name}.{key}: is not supported by vLLM; {instead}")
-    for key in IGNORED_PARAMETERS:
-        params.pop(key, None)
+    custom = params.pop(CUSTOM, None)
     n = integer(f"{name}.n", params.pop("n", 1), 1, MAX_SAMPLES)
     new_tokens = params.pop("max_new_tokens", None)
     if new_tokens is not None:
@@ -72,7 +79,22 @@ def read_sampling(given: Any, name: str = "sampling_params") -> Sampling:
         raise BadRequest(f"{name}.min_new_tokens: must be at most max_new_tokens ({most}), got {fields['min_tokens']}")
     if params:
         raise BadRequest(f"{name}.{next(iter(params))}: is not a sampling parameter")
-    return Sampling(n, new_tokens, seed, fields)
+    asks = isinstance(custom, dict) and boolean(f"{name}.{CUSTOM}.{KEPT}", custom.get(KEPT) or False)
+    return Sampling(n, new_tokens, seed, fields, _kept(fields, f"{name}.{CUSTOM}.{KEPT}") if asks else 0)
+
+
+def _kept(fields: dict[str, Any], name: str) -> int:
+    """`Sampling.kept` of a request that asks for the kept tokens. Raises BadRequest."""
+    top_k = fields["top_k"]
+    if fields["temperature"] == 0 or (top_k == -1 and fields["top_p"] == 1 and fields["min_p"] == 0):
+        return 0
+    if not 1 <= top_k <= MOST_KEPT:
+        raise BadRequest(
+            f"{name}: needs top_k from 1 to {MOST_KEPT} beside top_p, so that the kept tokens are few; got {top_k}"
+        )
+    if "structured_outputs" in fields:
+        raise BadRequest(f"{name}: cannot be combined with a grammar, under which logprobs are those of all tokens")
+    return top_k + TIES
 
 
 def _fields(params: dict[str, Any], name: str) -> dict[str, Any]:
@@ -233,6 +255,7 @@ def read_generate(body: bytes) -> GenerateRequest:
     pictures = read_pictures(given.get(PICTURES), count, batched)
     each = zip(pictures, wanted, logprobs, strict=True)
     _check_beside_pictures(one for shown, asked, one in each if shown and asked)
+    _check_kept(samplings, wanted, logprobs, pictures)
     rids = _rids(given.get("rid"), count, batched)
     extra = _extra(given)
     start = integer("routed_experts_start_len", given.get("routed_experts_start_len", 0), 0)
@@ -319,6 +342,17 @@ def _check_beside_pictures(wanted: Iterable[Logprobs]) -> None:
         for name, value in (("top_logprobs_num", one.top), ("token_ids_logprob", one.ids)):
             if value:
                 raise BadRequest(f"{name}: cannot be combined with {PICTURES}")
+
+
+def _check_kept(
+    samplings: list[Sampling], wanted: list[bool], logprobs: list[Logprobs], pictures: Sequence[tuple[str, ...]]
+) -> None:
+    """The kept tokens are vLLM's alternatives that are possible."""
+    for sampling, has_logprobs, one, shown in zip(samplings, wanted, logprobs, pictures, strict=True):
+        if sampling.kept and not has_logprobs:
+            raise BadRequest(f"{KEPT}: needs return_logprob")
+        if sampling.kept and (one.ids or shown):
+            raise BadRequest(f"{KEPT}: cannot be combined with {'token_ids_logprob' if one.ids else PICTURES}")
 
 
 def _per_prompt(

@@ -17,7 +17,7 @@ from skyrl.inference.sidecar.call import EVENTS, Call, error_body
 from skyrl.inference.sidecar.completion import Collected, finish_reason, meta_info
 from skyrl.inference.sidecar.errors import SidecarError, VllmAway, VllmBroke
 from skyrl.inference.sidecar.facts import KnownFacts, WeightVersion
-from skyrl.inference.sidecar.generate_request import GenerateRequest, Prompt, read_generate
+from skyrl.inference.sidecar.generate_request import GenerateRequest, Logprobs, Prompt, read_generate
 from skyrl.inference.sidecar.in_flight import InFlight, Sample
 from skyrl.inference.sidecar.pictures import Pictures, PlacedPictures
 from skyrl.inference.sidecar.sampling import Job, collect, new_tokens
@@ -191,6 +191,7 @@ class Generation:
             texts=texts,
             experts_start=job.request.routed_experts_start,
             scoring=job.scoring,
+            kept=job.prompt.sampling.kept,
         )
         if job.request.return_prompt_tokens:
             meta["prompt_token_ids"] = job.tokens
@@ -211,8 +212,9 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 def _named(job: Job, collected: Collected) -> set[int]:
     """The tokens whose text the logprobs need."""
-    named = {*job.tokens, *collected.tokens, *(job.prompt.logprobs.ids if job.prompt.logprobs else ())}
-    named |= {token for row in collected.alternatives for _, token in row}
+    wanted = job.prompt.logprobs or Logprobs()
+    named = {*job.tokens, *collected.tokens, *wanted.ids}
+    named |= {token for row in collected.alternatives for _, token in (row if wanted.ids else row[: wanted.top])}
     return named | {token for row in collected.prompt or [] for token in row}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from skyrl.inference.sidecar.completion import Collected
 from skyrl.inference.sidecar.errors import BadRequest, Refused, VllmBroke
 from skyrl.inference.sidecar.facts import Facts
-from skyrl.inference.sidecar.generate_request import DEFAULT_NEW_TOKENS, GenerateRequest, Prompt
+from skyrl.inference.sidecar.generate_request import CUSTOM, DEFAULT_NEW_TOKENS, KEPT, GenerateRequest, Prompt
 from skyrl.inference.sidecar.in_flight import InFlight, Sample
 from skyrl.inference.sidecar.pictures import PATH as GENERATE
 from skyrl.inference.sidecar.pictures import PlacedPictures, as_completion, generate_body
@@ -62,7 +62,8 @@ class Job:
         if (seed := sampling.seed_of(self.child)) is not None:
             body["seed"] = seed
         if wanted is not None:
-            body |= {"logprobs": 1 if wanted.ids else wanted.top, "return_tokens_as_token_ids": True}
+            top = 1 if wanted.ids else max(wanted.top, sampling.kept)
+            body |= {"logprobs": top, "return_tokens_as_token_ids": True}
             if wanted.ids:
                 body["logprob_token_ids"] = list(wanted.ids)
             if self.prompt_logprobs:
@@ -110,6 +111,11 @@ async def collect(job: Job, vllm: Vllm, in_flight: InFlight, collected: Collecte
         if reading.done():
             reading.result()
     except Refused as error:
+        if error.param == "logprobs" and job.prompt.sampling.kept:
+            hint = (
+                HINTS["logprobs"] if job.prompt.logprobs and job.prompt.logprobs.top < job.prompt.sampling.kept else ""
+            )
+            raise BadRequest(f"sampling_params.{CUSTOM}.{KEPT}: {error.message}{hint}") from error
         raise named(error) from error
     finally:
         reading.cancel()

@@ -9,11 +9,17 @@ import re
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from vllm_world import CONTEXT, KEY, RunningServer
 
+from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
+from skyrl.base.types.weights import LoraSpec
+from skyrl.rollout.top_p_tokens import top_p_inputs
+from skyrl.trainer.protocol import Datum, TrainingPass
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.component.sidecar_world import RunningSidecar, running_sidecar
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(600)]
@@ -487,3 +493,59 @@ async def test_all_samples_of_a_large_group_are_answered(served: Served) -> None
     answers = await served.sampled(input_ids=[PROMPT] * 16, sampling_params={"n": 4, "max_new_tokens": 3})
     assert len(answers) == 64
     assert await served.total() == 0
+
+
+async def test_the_trainer_scores_samples_over_what_vllm_drew_them_from(served: Served) -> None:
+    """By the keys of a pass and by the tokens that vLLM kept; at temperature 1 over the whole vocabulary it does not."""
+    params = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "max_new_tokens": 60, "ignore_eos": True}
+    params |= {"custom_params": {"return_top_p_token_ids": True}}
+    answers = [
+        await served.sampled(sampling_params={**params, "sampling_seed": seed}, return_logprob=True) for seed in (1, 2)
+    ]
+    config = load_config({"base_model": str(model_path()), "backend_config": {"trainer.micro_batch_tokens": 512}})
+    backend = LoraBackend(config)
+    backend.create_model("m", LoraSpec(rank=1, alpha=1.0, seed=0))
+    plain: list[Datum] = []
+    recorded: list[Datum] = []
+    for answer in answers:
+        tokens = [*PROMPT, *answer["output_ids"]]
+        before = len(PROMPT) - 1
+        inputs = {
+            "target_tokens": np.array(tokens[1:]),
+            "logprobs": np.array([0.0] * before + [pair[0] for pair in answer["meta_info"]["output_token_logprobs"]]),
+            "advantages": np.array([0.0] * before + [1.0] * 60),
+        }
+        kept = top_p_inputs([answer], tokens)
+        sizes = np.diff(kept["top_p_token_offsets"])
+        assert (sizes[:before] == 0).all()
+        assert 1 <= sizes[before:].min() < sizes.max() <= 20
+        plain.append(Datum(np.array(tokens[:-1]), inputs))
+        recorded.append(Datum(np.array(tokens[:-1]), {**inputs, **kept}))
+
+    def ratios(data: list[Datum], **keys: float) -> dict[str, float]:
+        training_pass = TrainingPass("m", data, "importance_sampling", keys)
+        backend.check(training_pass)
+        (result,) = backend.run([training_pass])
+        assert not isinstance(result, Exception)
+        return result.metrics
+
+    by_keys = await asyncio.to_thread(ratios, plain, sampling_temperature=0.7, top_k=20, top_p=0.9)
+    by_tokens = await asyncio.to_thread(ratios, recorded, sampling_temperature=0.7)
+    for found in (by_keys, by_tokens):
+        assert found["ratio:mean"] == pytest.approx(1, abs=1e-3)
+        assert found["ratio:max"] == pytest.approx(1, abs=1e-2)
+        assert found["outside_tokens:sum"] == 0
+    assert abs((await asyncio.to_thread(ratios, plain))["kl:mean"]) > 0.03
+
+
+async def test_kept_tokens_come_with_the_last_chunk_and_larger_sets_than_vllm_tells_are_refused(served: Served) -> None:
+    params = {"top_k": 5, "max_new_tokens": 6, "ignore_eos": True, "sampling_seed": 4}
+    params |= {"custom_params": {"return_top_p_token_ids": True}}
+    whole = await served.sampled(sampling_params=params, return_logprob=True)
+    *begun, last = await served.stream(input_ids=PROMPT, sampling_params=params, return_logprob=True)
+    assert all("top_p_token_ids" not in chunk["meta_info"] for chunk in begun)
+    for name in ("top_p_token_ids", "top_p_token_offsets"):
+        assert last["meta_info"][name] == whole["meta_info"][name]
+    words = await served.refusal(input_ids=PROMPT, sampling_params={**params, "top_k": 51}, return_logprob=True)
+    assert words.startswith("sampling_params.custom_params.return_top_p_token_ids: ")
+    assert "--max-logprobs" in words

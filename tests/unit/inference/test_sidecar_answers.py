@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl.inference.sidecar.completion import Collected, finish_reason, logprob_lists, to_int32
+from skyrl.inference.sidecar.completion import Collected, finish_reason, kept_tokens, logprob_lists, to_int32
 from skyrl.inference.sidecar.errors import BadRequest, VllmBroke
 from skyrl.inference.sidecar.generate_request import Logprobs, read_generate
 from skyrl.inference.sidecar.sampling import new_tokens
@@ -153,3 +153,14 @@ def test_rows_of_experts_after_the_kept_ones_are_cut() -> None:
     assert read.tolist() == list(range(8))
     with pytest.raises(VllmBroke):
         to_int32(encoded, 2, 2)
+
+
+def test_kept_tokens_are_the_possible_alternatives_and_the_sampled_token() -> None:
+    collected = Collected(tokens=[4, 2], alternatives=[[(-0.1, 9), (-2.0, 4)], [(-0.0, 2)]])
+    told = kept_tokens(collected, 3)
+    ids, ends = (
+        np.frombuffer(base64.b64decode(told[f"top_p_token_{name}"]), "<i4").tolist() for name in ("ids", "offsets")
+    )
+    assert (ids, ends) == ([4, 9, 2], [0, 2, 3])
+    with pytest.raises(VllmBroke, match="at token 0 the logits of 2 or more tokens equal the least one"):
+        kept_tokens(collected, 2)

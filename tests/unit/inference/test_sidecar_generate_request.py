@@ -243,6 +243,33 @@ def test_numbers_of_samples_and_tokens_and_seeds_are_apart() -> None:
     assert read.fields == DEFAULTS
 
 
+ASKS = {"custom_params": {"return_top_p_token_ids": True}}
+
+
+def test_kept_tokens_are_asked_for_as_alternatives_where_any_are_cut() -> None:
+    assert read_sampling({"top_k": 20, "top_p": 0.9, **ASKS}).kept == 35
+    assert read_sampling({"top_k": 20, "top_p": 0.9, "custom_params": {"return_top_p_token_ids": False}}).kept == 0
+    assert read_sampling({"top_k": 20, "temperature": 0, **ASKS}).kept == 0, "greedy logprobs are those of all tokens"
+    assert read_sampling(ASKS).kept == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"sampling_params": {"top_p": 0.9, **ASKS}}, "return_top_p_token_ids: needs top_k from 1 to 1024"),
+        ({"sampling_params": {"top_k": 1025, **ASKS}}, "got 1025"),
+        ({"sampling_params": {"top_k": 9, "regex": "a", **ASKS}}, "cannot be combined with a grammar"),
+        ({"sampling_params": {"top_k": 9, "custom_params": {"return_top_p_token_ids": 1}}}, "return_top_p_token_ids"),
+        ({"sampling_params": {"top_k": 9, **ASKS}, "return_logprob": False}, "needs return_logprob"),
+        ({"sampling_params": {"top_k": 9, **ASKS}, "token_ids_logprob": [3]}, "with token_ids_logprob"),
+        ({"sampling_params": {"top_k": 9, **ASKS}, "image_data": "data:image/png;base64,AA=="}, "with image_data"),
+    ],
+)
+def test_kept_tokens_that_vllm_cannot_tell_are_refused(body: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        read_generate(json.dumps({"input_ids": [1], "return_logprob": True} | body).encode())
+
+
 @pytest.mark.parametrize(
     "given",
     [
