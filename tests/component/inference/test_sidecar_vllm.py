@@ -496,7 +496,7 @@ async def test_all_samples_of_a_large_group_are_answered(served: Served) -> None
 
 
 async def test_the_trainer_scores_samples_over_what_vllm_drew_them_from(served: Served) -> None:
-    """By the keys of a pass and by the tokens that vLLM kept; at temperature 1 over the whole vocabulary it does not."""
+    """By the keys of a pass, and by the tokens that vLLM kept; at temperature 1 over the whole vocabulary not."""
     params = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "max_new_tokens": 60, "ignore_eos": True}
     params |= {"custom_params": {"return_top_p_token_ids": True}}
     answers = [
@@ -542,7 +542,8 @@ async def test_kept_tokens_come_with_the_last_chunk_and_larger_sets_than_vllm_te
     params = {"top_k": 5, "max_new_tokens": 6, "ignore_eos": True, "sampling_seed": 4}
     params |= {"custom_params": {"return_top_p_token_ids": True}}
     whole = await served.sampled(sampling_params=params, return_logprob=True)
-    *begun, last = await served.stream(input_ids=PROMPT, sampling_params=params, return_logprob=True)
+    _, events = await served.generate(input_ids=PROMPT, sampling_params=params, return_logprob=True, stream=True)
+    *begun, last = (json.loads(line[6:]) for line in events.splitlines() if line.startswith(b"data: {"))
     assert all("top_p_token_ids" not in chunk["meta_info"] for chunk in begun)
     for name in ("top_p_token_ids", "top_p_token_offsets"):
         assert last["meta_info"][name] == whole["meta_info"][name]
