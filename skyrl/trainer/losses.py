@@ -1,31 +1,30 @@
 """The loss functions: pure functions of target log-probabilities and a slice's inputs; and the checks of a pass before
 it runs. Losses are sums, never means.
 
-Formulas follow the Tinker documentation's pages on losses (GSPO's clip bounds follow the GSPO paper). `lp` is the
+Formulas follow the Tinker documentation's pages on losses (GSPO's clip bounds follow the GSPO paper), those of DPPO its
+paper. `lp` is the
 target's log-probability under the adapter, `q` the input `logprobs`, `A` the input `advantages`, r = exp(lp - q). A
 pass's metrics are sums over its slices in Python floats, which `Tally` turns into `name:reduction` at the end. A new
 loss needs one function and one entry in LOSSES.
 
 Each error of a check names the field, the datum and what is allowed. Checks read arrays and the model's limits; they
-need no torch tensors and no model. Pictures have checks of their own: where they may stand among a datum's tokens, and
-that no loss is computed at their places. Knows nothing of models, batches or the wire.
+need no torch tensors and no model. Knows nothing of models, batches or the wire.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skyrl.base.pictures.vision import VisionConfig
 from skyrl.base.wire.errors import whose_vocabulary
 from skyrl.trainer.protocol import Datum, InvalidRequest, ModelLimits, TrainingPass
+from skyrl.trainer.rows.pictures import check_picture_targets, check_pictures
 from skyrl.trainer.rows.routed_experts import FIELD, check_routed_experts
 from skyrl.trainer.rows.sampled_from import KEPT_FIELDS, SAMPLING_KEYS, SampledFrom, check_kept_tokens
 
@@ -150,12 +149,43 @@ def gspo(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossVal
     return LossValue(-objective, log_ratio, clipped)
 
 
+def _masked_objective(
+    log_ratio: Tensor, inputs: LossInputs, config: Mapping[str, float], divergence: Tensor
+) -> LossValue:
+    """M r A, where M is 0 for entries whose update would move the policy further away (A > 0 and r > 1, or A < 0 and
+    r < 1) than `divergence` [M] allows: at most delta_high for A > 0, delta_low for A < 0."""
+    advantages = inputs["advantages"]
+    away = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
+    masked = away & (divergence > torch.where(advantages > 0, config["delta_high"], config["delta_low"]))
+    ratio = torch.where(masked, 0, log_ratio).exp()  # so that a huge ratio gives no inf * 0 in backward
+    return LossValue(-torch.where(masked, 0, ratio * advantages), log_ratio, masked)
+
+
+def dppo(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
+    """-sum M r A (equations 11 and 12 of "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv 2602.04879)
+    with the divergence Binary-TV (equation 13): D = |exp(q) - exp(lp)|. M = 0 where sign(A) (r - 1) > 0 and D > delta:
+    such an entry adds neither loss nor gradient. There is no other clipping."""
+    divergence = (inputs["logprobs"].exp() - lp.detach().exp()).abs()
+    return _masked_objective(_log_ratio(lp, inputs), inputs, config, divergence)
+
+
+def dppo_kl(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
+    """As `dppo`, with Binary-KL (equation 14): D = p log(p / p') + (1 - p) log((1 - p) / (1 - p')), where p = exp(q)
+    and p' = exp(lp). It is infinite where p < 1 = p'."""
+    q, own = inputs["logprobs"].clamp(max=0), lp.detach().clamp(max=0)  # rounding may leave a logprob above 0
+    rest = -torch.expm1(q)
+    of_rest = torch.where(rest > 0, rest * (rest.log() - (-torch.expm1(own)).log()), 0)
+    return _masked_objective(_log_ratio(lp, inputs), inputs, config, q.exp() * (q - own) + of_rest)
+
+
 _RL = ("logprobs", "advantages")
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(cross_entropy, optional={"weights": 1.0}, per_target=True, trained="weights"),
     "importance_sampling": Loss(importance_sampling, _RL, trained="advantages"),
     "ppo": Loss(ppo, _RL, config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, trained="advantages"),
     "cispo": Loss(cispo, _RL, config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, trained="advantages"),
+    "dppo": Loss(dppo, _RL, config={"delta_low": 0.2, "delta_high": 0.2}, trained="advantages"),
+    "dppo_kl": Loss(dppo_kl, _RL, config={"delta_low": 0.05, "delta_high": 0.05}, trained="advantages"),
     "dro": Loss(dro, _RL, config={"beta": 0.05}),
     "gspo": Loss(
         gspo,
@@ -269,7 +299,7 @@ def check_pass(training_pass: TrainingPass, limits: ModelLimits, losses: Mapping
                 _check_inputs(datum, training_pass.loss_fn, loss)
             else:
                 loss.check_inputs(datum)
-            check_picture_targets(datum, loss)
+            check_picture_targets(datum, _zero_at_pictures(loss))
             if FIELD in datum.loss_inputs:
                 check_routed_experts(datum, limits.mixture)
             check_kept_tokens(datum, sampled_from, limits.vocab_size)
@@ -336,6 +366,14 @@ def _check_ids(field: str, ids: np.ndarray, limits: ModelLimits) -> None:
         raise InvalidRequest(f"{field}: token id {wrong[0]} is outside {allowed}")
 
 
+_SAMPLED = "logprobs"
+"""The one input of losses that may be anything where nothing is trained."""
+
+
+def _zero_at_pictures(loss: Loss) -> list[str]:
+    return [name for name in (*loss.required, *loss.optional) if name != _SAMPLED]
+
+
 def _check_targets(datum: Datum, name: str, loss: Loss, limits: ModelLimits) -> None:
     field = "loss_fn_inputs.target_tokens"
     targets = datum.loss_inputs.get("target_tokens")
@@ -376,63 +414,3 @@ def _check_inputs(datum: Datum, name: str, loss: Loss) -> None:
             raise InvalidRequest(f"loss_fn_inputs.{key}: holds NaN or infinity")
     if loss.ratio_mask is not None and not inputs[loss.ratio_mask].any() and inputs["advantages"].any():
         raise InvalidRequest(f"loss_fn_inputs.{loss.ratio_mask}: is all zero although advantages are not")
-
-
-def check_pictures(datum: Datum, files: Mapping[str, bytes], sight: VisionConfig | None) -> None:
-    """Raise InvalidRequest for pictures of a model that takes text only, without a file, or in another place than among
-    the tokens that stand for them."""
-    done = 0
-    for picture in datum.pictures:
-        if sight is None:
-            raise InvalidRequest("model_input: the base model takes text only")
-        if picture.digest not in files:
-            raise InvalidRequest(f"model_input: the file of the picture at position {picture.start} is missing")
-        if not done <= picture.start < picture.stop <= len(datum.tokens):
-            raise InvalidRequest(
-                f"model_input: a picture at positions {picture.start} to {picture.stop - 1} does not fit between "
-                f"position {done} and the end at {len(datum.tokens)}"
-            )
-        if (datum.tokens[picture.start : picture.stop] != sight.image_token_id).any():
-            raise InvalidRequest(
-                f"model_input: the picture at position {picture.start} needs token {sight.image_token_id} at all of "
-                f"its {picture.tokens} positions"
-            )
-        done = picture.stop
-
-
-_SAMPLED = "logprobs"
-"""The one input of losses that may be anything where nothing is trained."""
-
-
-def text_targets(datum: Datum) -> npt.NDArray[np.bool_]:
-    """Whether the target at each position is text: bool [N]."""
-    text = np.ones(len(datum.tokens), np.bool_)
-    for picture in datum.pictures:
-        text[max(0, picture.start - 1) : picture.stop - 1] = False
-    return text
-
-
-def text_entries(data: Sequence[Datum]) -> npt.NDArray[np.bool_] | None:
-    """The same for all entries of the sequences' target_tokens, [N] or [N, K], flat. None if there are no pictures."""
-    if not any(datum.pictures for datum in data):
-        return None
-    widths = (datum.loss_inputs["target_tokens"].size // len(datum.tokens) for datum in data)
-    return np.concatenate([np.repeat(text_targets(datum), width) for datum, width in zip(data, widths, strict=True)])
-
-
-def check_picture_targets(datum: Datum, loss: Loss) -> None:
-    """Raise InvalidRequest for a weight, an advantage or a mask that is not 0 where the target is a picture's token."""
-    if not datum.pictures:
-        return
-    pictured = ~text_targets(datum)
-    for name in (*loss.required, *loss.optional):
-        values = datum.loss_inputs.get(name)
-        if values is None or name == _SAMPLED:
-            continue
-        asked = pictured & (values.reshape(len(values), -1) != 0).any(axis=1)
-        if asked.any():
-            position = int(asked.argmax())
-            raise InvalidRequest(
-                f"loss_fn_inputs.{name}: must be 0 at position {position}, whose target is a token of a picture: "
-                "pictures are never trained on"
-            )

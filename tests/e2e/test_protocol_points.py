@@ -197,7 +197,9 @@ def test_point_03_the_client_knows_a_models_id_before_the_server_says_it(
     assert loaded.get_info().model_id == loaded.model_id
 
 
-@pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"])
+@pytest.mark.parametrize(
+    "loss_fn", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dppo", "dppo_kl", "dro", "gspo"]
+)
 def test_point_04_every_metric_says_how_chunks_are_combined(
     proxy: FaultProxy, client: tinker.ServiceClient, loss_fn: Any
 ) -> None:

@@ -20,12 +20,13 @@ from torch import Tensor
 from skyrl.trainer.custom_loss.loss import METRIC, DatumLosses, custom_sums
 from skyrl.trainer.device import failure_of, read_back, uploaded
 from skyrl.trainer.lora.linear import LoraSegment
-from skyrl.trainer.losses import LossFunction, LossInputs, LossValue, Tally, loss_config, text_entries
+from skyrl.trainer.losses import LossFunction, LossInputs, LossValue, Tally, loss_config
 from skyrl.trainer.model.logprobs import Targets
 from skyrl.trainer.passes.pass_run import MicroBatchItem, PartScore, PassShare, scorings_of
 from skyrl.trainer.protocol import Datum
 from skyrl.trainer.rows import packing
 from skyrl.trainer.rows.packing import PackedItem, pack, pack_alone
+from skyrl.trainer.rows.pictures import text_entries
 from skyrl.trainer.rows.prefixes import Layout, RowRange, lay_out
 from skyrl.trainer.rows.routed_experts import FIELD
 from skyrl.trainer.shares import SequencePart

@@ -308,11 +308,13 @@ def test_each_loss_gives_its_metrics_named_with_a_reduction() -> None:
     assert set(before.metrics) - {"weights:sum"} == expected
     given = {"target_tokens": datum.loss_inputs["target_tokens"], "logprobs": before.logprobs[0]}
     given["advantages"] = np.where(np.arange(30) % 2, 1, -1).astype(np.float32)
-    for loss_fn in ("importance_sampling", "dro", "ppo", "cispo", "gspo"):
+    for loss_fn in ("importance_sampling", "dro", "ppo", "cispo", "dppo", "dppo_kl", "gspo"):
         mask = {"sequence_ratio_mask": np.ones(30, np.float32)} if loss_fn == "gspo" else {}
         backend.create_model(loss_fn, spec())
         (result,) = ok(backend.run([train(loss_fn, [Datum(datum.tokens, given | mask)], loss_fn)]))
-        clips = {"clip_fraction:mean", "clipped:sum"} if loss_fn in ("ppo", "cispo", "gspo") else set()
+        clips = (
+            {"clip_fraction:mean", "clipped:sum"} if loss_fn in ("ppo", "cispo", "dppo", "dppo_kl", "gspo") else set()
+        )
         assert set(result.metrics) == ratio | clips, loss_fn
         assert result.metrics["num_tokens:sum"] == 30
         assert result.metrics["ratio:mean"] == pytest.approx(1, abs=1e-3)

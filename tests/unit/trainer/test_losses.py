@@ -39,6 +39,26 @@ def _dro(lp: np.ndarray, frozen: np.ndarray, x: Arrays, c: dict[str, float]) -> 
     return -float((lp * x["advantages"] - 0.5 * c["beta"] * (lp - x["logprobs"]) ** 2).sum())
 
 
+def _dppo(divergence: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[..., float]:
+    """divergence: of the probabilities of a sampled token before and now."""
+
+    def loss(lp: np.ndarray, frozen: np.ndarray, x: Arrays, c: dict[str, float]) -> float:
+        total = 0.0
+        far = divergence(np.exp(x["logprobs"]), np.exp(frozen))
+        for r, moved, a, d in zip(
+            np.exp(lp - x["logprobs"]), frozen - x["logprobs"], x["advantages"], far, strict=True
+        ):
+            delta = c["delta_high"] if a > 0 else c["delta_low"]
+            total -= 0.0 if a * moved > 0 and d > delta else r * a
+        return total
+
+    return loss
+
+
+def _binary_kl(p: np.ndarray, now: np.ndarray) -> np.ndarray:
+    return p * np.log(p / now) + (1 - p) * np.log((1 - p) / (1 - now))
+
+
 # Arguments: `lp` is differentiated; `frozen` is the same value where the formula stops the gradient; `x` are the
 # inputs; `c` is the configuration of the loss.
 REFERENCE: dict[str, Callable[[np.ndarray, np.ndarray, Arrays, dict[str, float]], float]] = {
@@ -46,6 +66,8 @@ REFERENCE: dict[str, Callable[[np.ndarray, np.ndarray, Arrays, dict[str, float]]
     "importance_sampling": lambda lp, frozen, x, c: -float((np.exp(lp - x["logprobs"]) * x["advantages"]).sum()),
     "ppo": lambda lp, frozen, x, c: _clip_objective(np.exp(lp - x["logprobs"]), x, c),
     "cispo": _cispo,
+    "dppo": _dppo(lambda p, now: np.abs(p - now)),
+    "dppo_kl": _dppo(_binary_kl),
     "dro": _dro,
     "gspo": _gspo,
 }
@@ -53,7 +75,7 @@ REFERENCE: dict[str, Callable[[np.ndarray, np.ndarray, Arrays, dict[str, float]]
 
 def _random(seed: int) -> tuple[np.ndarray, Arrays]:
     rng = np.random.default_rng(seed)
-    q = -2 + rng.normal(size=SIZE)
+    q = np.minimum(-2 + rng.normal(size=SIZE), -0.01)
     advantages = rng.normal(size=SIZE) * (rng.random(SIZE) < 0.7)
     arrays = {
         "weights": rng.normal(size=SIZE),
@@ -62,7 +84,7 @@ def _random(seed: int) -> tuple[np.ndarray, Arrays]:
         "sequence_ratio_mask": (rng.random(SIZE) < 0.7).astype(float),
         "datum": np.repeat(np.arange(COUNT), SIZE // COUNT),
     }
-    return q + 0.5 * rng.normal(size=SIZE), arrays
+    return np.minimum(q + 0.5 * rng.normal(size=SIZE), -0.01), arrays
 
 
 def _run(name: str, lp: np.ndarray, arrays: Arrays, config: dict[str, float]) -> tuple[float, np.ndarray]:
@@ -81,6 +103,8 @@ CONFIGS = [
     *((name, dict(loss.config)) for name, loss in LOSSES.items()),
     ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 1.05}),
     ("cispo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    ("dppo", {"delta_low": 0.02, "delta_high": 0.05}),
+    ("dppo_kl", {"delta_low": 0.001, "delta_high": 0.004}),
     ("dro", {"beta": 0.7}),
     ("gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}),
 ]
@@ -132,6 +156,33 @@ def test_a_loss_has_no_gradient_where_it_says_that_it_has_none(name: str) -> Non
         assert gradient[1::3].any()
 
 
+P = [(0.6, 0.9), (0.6, 0.3), (0.001, 0.05)]
+"""Probabilities of a token when it was sampled, and now. The last one's ratio is 50, and its divergence small."""
+
+
+@pytest.mark.parametrize(("name", "delta"), [("dppo", 0.2), ("dppo_kl", 0.1)])
+def test_dppo_masks_only_what_moves_far_away_whatever_its_ratio(name: str, delta: float) -> None:
+    for advantage, expected in ((1.0, [True, False, False]), (-1.0, [False, True, False])):
+        before, now = (torch.tensor(each, dtype=torch.float64).log() for each in zip(*P, strict=True))
+        inputs = LossInputs({"logprobs": before, "advantages": torch.full((3,), advantage)}, torch.zeros(3), 1)
+        leaf = now.clone().requires_grad_()
+        value = LOSSES[name].function(leaf, inputs, {"delta_low": delta, "delta_high": delta})
+        (gradient,) = torch.autograd.grad(value.total, leaf)
+        assert value.clipped is not None
+        assert value.clipped.tolist() == expected
+        assert (gradient == 0).tolist() == expected
+
+
+@pytest.mark.parametrize(("q", "lp", "masked"), [(0.0, -1e-7, False), (-1e-7, 0.0, True), (1e-7, 1e-7, False)])
+def test_dppo_kl_at_the_ends_of_float32(q: float, lp: float, *, masked: bool) -> None:
+    """A token that had all of the probability, one that has now, and logprobs that rounding has left above 0."""
+    inputs = LossInputs({"logprobs": torch.tensor([q]), "advantages": torch.tensor([1.0])}, torch.zeros(1), 1)
+    value = LOSSES["dppo_kl"].function(torch.tensor([lp]), inputs, LOSSES["dppo_kl"].config)
+    assert value.clipped is not None
+    assert value.clipped.item() is masked
+    assert value.terms.isfinite().all()
+
+
 @pytest.mark.parametrize(("advantage", "bound"), [(1.0, "clip_high_threshold"), (-1.0, None)])
 def test_ppo_clips_an_overflowing_ratio_or_is_infinite(advantage: float, bound: str | None) -> None:
     """A clipped ratio gives the bound's value and no gradient. A ratio that is not clipped (A < 0) gives infinity, not
@@ -161,6 +212,8 @@ def test_names_and_defaults_are_frozen() -> None:
         "importance_sampling": {},
         "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
         "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        "dppo": {"delta_low": 0.2, "delta_high": 0.2},
+        "dppo_kl": {"delta_low": 0.05, "delta_high": 0.05},
         "dro": {"beta": 0.05},
         "gspo": {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
     }

@@ -25,7 +25,7 @@ from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.local_ranks import rank_of
 
 RANKS = (1, 2, 3, 5, 8, 9, 12, 16, 20, 32, 64)
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dppo", "dppo_kl", "dro", "gspo")
 LENGTHS = (1, 1, 2, 3, 9, 20, 40)
 
 Outcome = PassResult | Exception

@@ -46,6 +46,7 @@ from skyrl.trainer.rows.sampled_from import SampledFrom, Scorings
 
 CPU = torch.device("cpu")
 PICTURES = PassPictures(cast(Any, None), NoVision("it is a model of text"))
+LOSSES_STORED = StoredLosses(cast(Any, None))
 WAYS = [
     SampledFrom(),
     SampledFrom(temperature=0.6),
@@ -330,7 +331,7 @@ def test_the_unchanged_sdk_tells_what_it_sampled_from(fresh: dict[bool, list[Dat
         request = ForwardBackwardRequest(types.ForwardBackwardInput(data, "ppo", config), "m", 1)
         body = forward_backward_request_to_proto(request).SerializeToString()
         command = Command(1, "r", Kind.FORWARD, "t", "s", "m", 1, None, None, "proto", len(body))
-        ((_, outcome),) = run_passes([command], {"r": body}, backend, PICTURES, ratios).outcomes
+        ((_, outcome),) = run_passes([command], {"r": body}, backend, PICTURES, LOSSES_STORED, ratios).outcomes
         return dict(pb.ForwardBackwardOutput.FromString(outcome.result).metrics)
 
     told = metrics({"sampling_temperature": 0.7} if record else CONFIG)
