@@ -37,7 +37,8 @@ from skyrl.trainer.model.base_model import BaseModel
 from skyrl.trainer.model.logprobs import outside_of
 from skyrl.trainer.model.recomputation import Recomputation, Setting
 from skyrl.trainer.model.row_budget import BudgetSettings, RowBudget, measure_row
-from skyrl.trainer.passes.micro_batch import MicroBatch, Scores, look_at, one_token, part_of
+from skyrl.trainer.passes.batch_parts import one_token, part_of
+from skyrl.trainer.passes.micro_batch import MicroBatch, Scores, look_at
 from skyrl.trainer.passes.pass_run import (
     ItemResult,
     JoinedPasses,
