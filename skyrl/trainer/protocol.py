@@ -208,7 +208,7 @@ class Backend(Protocol):
         """Replace the adapter's weights by the weights of a checkpoint. With `optimizer`, also replace the moments, the
         step count and the pending gradient; without it, drop them.
 
-        Raises InvalidRequest when the saved adapter has another rank or other target modules.
+        Raises InvalidRequest when the saved adapter has other ranks or other target modules.
         """
         ...
 

@@ -83,7 +83,7 @@ def test_the_grouped_products_agree_with_merged_weights(
         frozen = BaseExperts(experts[0].to(of), experts[1].to(of), gated(silu), 2)
         pairs_of = [[(a.to(of), b.to(of)) for a, b in pairs] for pairs in leaves]
         updates = [
-            ExpertsUpdate(start, stop, 0.5, pairs[:2], pairs[2])
+            ExpertsUpdate(start, stop, [0.5] * 3, pairs[:2], pairs[2])
             for start, stop, pairs in zip(bounds, bounds[1:], pairs_of, strict=False)
         ]
         output = function(given, chosen, weights.to(of), frozen, updates)
@@ -108,7 +108,9 @@ def test_experts_without_rows_get_a_gradient_of_zero(dtype: torch.dtype) -> None
     poison = [torch.full((EXPERTS, 8, hidden_size), torch.nan, device=DEVICE, dtype=dtype) for _ in range(64)]
     del poison
     hidden = torch.randn(rows, hidden_size, device=DEVICE, dtype=dtype)
-    output = experts_with_updates(hidden, chosen, weights, frozen, [ExpertsUpdate(0, rows, 0.5, pairs[:2], pairs[2])])
+    output = experts_with_updates(
+        hidden, chosen, weights, frozen, [ExpertsUpdate(0, rows, [0.5] * 3, pairs[:2], pairs[2])]
+    )
     for gradient in torch.autograd.grad(output.float().square().sum(), leaves):
         assert gradient.isfinite().all()
         used = [number for number, of_expert in enumerate(gradient) if of_expert.any()]

@@ -18,6 +18,8 @@ from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.base.types.weights import LoraSpec
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.paths import model_id_of
+from skyrl.base.wire.rank_pattern import FIELD as RANKS
+from skyrl.base.wire.rank_pattern import rank_pattern_of
 from skyrl.base.wire.requests import CreateModelRequest, LoraConfig, ModelRequest, OptimizerConfig
 from skyrl.storage.db.database import Connection
 from skyrl.storage.db.full_weights import check_place
@@ -29,10 +31,15 @@ def check_optimizer(optimizer: OptimizerConfig | None) -> None:
         raise RequestError(f"{optimizer.type!r} is not served; there is: adamw", field="optimizer_config.type")
 
 
-def _lora_spec(lora: LoraConfig, served: ServedModel) -> LoraSpec:
+def _lora_spec(lora: LoraConfig, metadata: dict[str, Any] | None, served: ServedModel) -> LoraSpec:
     """The adapter, or the whole model, that the request asks for. Raises RequestError naming the field."""
     limits = served.config.backend_config.lora
+    rank_pattern = rank_pattern_of(lora, metadata, limits.max_lora_rank)
     if served.config.full_finetuning:
+        if rank_pattern:
+            raise RequestError(
+                "this server trains whole models (trainer.full_finetuning), which have no rank", field=RANKS
+            )
         return _whole(lora)
     if lora.rank == 0:
         raise RequestError(
@@ -57,6 +64,7 @@ def _lora_spec(lora: LoraConfig, served: ServedModel) -> LoraSpec:
         train_attn=lora.train_attn,
         train_mlp=lora.train_mlp,
         train_unembed=lora.train_unembed,
+        rank_pattern=rank_pattern,
     )
 
 
@@ -95,8 +103,9 @@ async def free_place(model: Model, services: Services) -> None:
 
 
 def described(lora: LoraSpec) -> dict[str, Any]:
-    """What of a model is trained, as the wire says it."""
-    return {"is_lora": not lora.is_full, "lora_rank": None if lora.is_full else lora.rank}
+    """What of a model is trained, as the wire says it. The ranks of some layers are there if the client gave them."""
+    ranks = {"lora_rank_pattern": dict(lora.rank_pattern)} if lora.rank_pattern else {}
+    return {"is_lora": not lora.is_full, "lora_rank": None if lora.is_full else lora.rank, **ranks}
 
 
 def model_routes(services: Services) -> Routes:
@@ -116,7 +125,7 @@ def model_routes(services: Services) -> Routes:
             session_id=session.id,
             tenant=tenant,
             base_model=body.base_model,
-            lora=_lora_spec(body.lora_config or LoraConfig(), served),
+            lora=_lora_spec(body.lora_config or LoraConfig(), body.user_metadata, served),
             user_metadata=body.user_metadata,
         )
         await free_place(model, services)

@@ -15,6 +15,7 @@ from skyrl.base.types.requests import Kind
 from skyrl.base.wire.decoding import decode_json, raw_fields, raw_value
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.paths import model_id_of, parse_path
+from skyrl.base.wire.rank_pattern import check_same
 from skyrl.base.wire.requests import (
     RESOLVED,
     LoadTarget,
@@ -116,6 +117,7 @@ def weight_routes(services: Services) -> Routes:
             user_metadata=new_model.user_metadata,
         )
         check_mode(saved, served)
+        check_same(new_model.user_metadata, saved.lora.rank_pattern)
         await free_place(model, services)
         add_row = add_model(model, new_model.model_seq_id, check_new_model(model, services))
         return await submit(services, call, Kind.LOAD_WEIGHTS, model, 0, command, first=add_row)

@@ -103,12 +103,18 @@ def parse_weights(text: str) -> WeightsRef:
     raise ValueError(f"{text!r} is no reference to weights; expected base, adapter:<name> or full:<version>")
 
 
+RankPattern = tuple[tuple[str, int], ...]
+"""PEFT's `rank_pattern`, in its order: regular expressions of layers' names, and the rank of the layers that match. A
+layer has the rank of the first expression that matches its name, or the end of its name after a dot."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
     """The shape of a LoRA adapter. A client chooses it when it creates a model, and each checkpoint records it.
 
     `alpha / rank` scales the adapter's update. `seed` fixes the first values of lora_A; lora_B starts at 0. The three
-    flags say which parts of the base model the adapter changes. Rank 0 is full fine-tuning: all parameters are trained.
+    flags say which parts of the base model the adapter changes. Layers of the `rank_pattern` have another rank, and are
+    scaled by it. Rank 0 is full fine-tuning: all parameters are trained.
     """
 
     rank: int
@@ -117,6 +123,7 @@ class LoraSpec:
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+    rank_pattern: RankPattern = ()
 
     @property
     def is_full(self) -> bool:

@@ -68,11 +68,15 @@ class FinishSessionRequest(msgspec.Struct):
 
 
 class LoraConfig(msgspec.Struct):
+    """`rank_pattern` and `alpha_pattern` are PEFT's. The SDK has no such fields: see `skyrl.base.wire.rank_pattern`."""
+
     rank: int = 32
     seed: int | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: Any = None
 
 
 class OptimizerConfig(msgspec.Struct):

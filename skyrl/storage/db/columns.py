@@ -1,5 +1,5 @@
-"""Types of columns: numbers of rows, references to weights as text, and the shape of a LoRA adapter as six columns; and
-records of rows."""
+"""Types of columns: numbers of rows, references to weights as text, and the shape of a LoRA adapter as seven columns;
+and records of rows."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def lora_of(row: Any) -> LoraSpec:
         train_attn=row.train_attn,
         train_mlp=row.train_mlp,
         train_unembed=row.train_unembed,
+        rank_pattern=tuple((pattern, rank) for pattern, rank in row.rank_pattern or ()),
     )
 
 
@@ -58,4 +59,5 @@ def lora_values(lora: LoraSpec) -> dict[str, Any]:
         "train_attn": lora.train_attn,
         "train_mlp": lora.train_mlp,
         "train_unembed": lora.train_unembed,
+        "rank_pattern": lora.rank_pattern or None,
     }

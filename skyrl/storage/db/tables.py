@@ -65,6 +65,7 @@ class ModelRow(SQLModel, table=True):
     train_attn: bool
     train_mlp: bool
     train_unembed: bool
+    rank_pattern: list[tuple[str, int]] | None = Field(default=None, sa_column=Column(JSON(none_as_null=True)))
     user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
     sampler_version: int = 0
     versions_taken: int = Field(default=0, sa_column=Column(Integer, nullable=False, server_default="0"))
@@ -246,6 +247,7 @@ class CheckpointRow(SQLModel, table=True):
     train_attn: bool
     train_mlp: bool
     train_unembed: bool
+    rank_pattern: list[tuple[str, int]] | None = Field(default=None, sa_column=Column(JSON(none_as_null=True)))
     size_bytes: int = Field(sa_column=Column(BigInteger, nullable=False))
     public: bool = False
     user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))

@@ -157,7 +157,8 @@ class MultiLoraExperts(nn.Module):
         if self._down not in segment.pairs:
             return None
         first = [segment.pairs[name] for name in self._first]
-        return ExpertsUpdate(segment.start, segment.stop, segment.scale, first, segment.pairs[self._down])
+        scales = [segment.scale_of(name) for name in (*self._first, self._down)]
+        return ExpertsUpdate(segment.start, segment.stop, scales, first, segment.pairs[self._down])
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """hidden: [rows, hidden]; chosen: int64 [rows, k]; weights: [rows, k]. Returns [rows, hidden]."""

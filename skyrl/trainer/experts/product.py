@@ -27,13 +27,17 @@ _ALIGNMENT = 16
 class ExpertsUpdate(NamedTuple):
     """An adapter's update of the experts for rows [start, stop): scale * (x A_e^T) B_e^T for each projection, with the
     matrices of the row's expert e. Each pair: lora_A [experts, rank, inputs] and lora_B [experts, outputs, rank].
-    `first`: a pair for each part of the first product."""
+    `first`: a pair for each part of the first product. `scales`: of these, and of `down`."""
 
     start: int
     stop: int
-    scale: float
+    scales: Sequence[float]
     first: Sequence[LoraPair]
     down: LoraPair
+
+
+DOWN = -1
+"""The place of the second product's scale in `ExpertsUpdate.scales`."""
 
 
 class BaseExperts(NamedTuple):
@@ -105,14 +109,11 @@ def _computed(x: Tensor, expert: Tensor, ends: Tensor, experts: BaseExperts, ent
     parts: Sequence[Tensor] = first.chunk(experts.parts, dim=-1)
     if entries is not None:
         inputs = entries.split(x)
-        parts = [
-            part + entries.update(inputs, pairs)
-            for part, *pairs in zip(parts, *(update.first for update in entries.updates), strict=True)
-        ]
+        parts = [part + entries.update(inputs, number) for number, part in enumerate(parts)]
     inner = experts.inner(*parts)
     output = _with_bias(_products(inner, experts.down, ends), experts.down_bias, expert)
     if entries is not None:
-        output = output + entries.update(entries.split(inner), [update.down for update in entries.updates])
+        output = output + entries.update(entries.split(inner), DOWN)
     return output
 
 
@@ -136,8 +137,10 @@ class _Entries:
         """The entries' rows [entries, inputs] in parts of the sizes above."""
         return (x if self._order is None else x[self._order]).split(self._sizes)
 
-    def update(self, parts: Sequence[Tensor], pairs: Sequence[LoraPair]) -> Tensor:
-        """All updates of one projection, [entries, outputs]. Zero where no adapter is."""
+    def update(self, parts: Sequence[Tensor], projection: int) -> Tensor:
+        """All updates of one projection, [entries, outputs]: of a part of the first product, by its number, or of
+        `DOWN`. Zero where no adapter is."""
+        pairs = [update.down if projection == DOWN else update.first[projection] for update in self.updates]
         made: list[Tensor] = []
         outputs = pairs[0][1].shape[1]
         for number, part in enumerate(parts):
@@ -145,7 +148,8 @@ class _Entries:
                 made.append(part.new_zeros(len(part), outputs))
             else:
                 which = number // 2
-                made.append(_low_rank(part, pairs[which], self._ends[which], self.updates[which].scale))
+                scale = self.updates[which].scales[projection]
+                made.append(_low_rank(part, pairs[which], self._ends[which], scale))
         if self._order is None:
             return made[1]
         return torch.cat(made)[self._back]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from skyrl.base.model_files import TRAIN_MLP_REFUSED, TrainMlpOfMixtures
 from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.lora.rank_pattern import ranks_of, without_layer
 from skyrl.trainer.protocol import InvalidRequest, Mixture
 from skyrl.trainer.shares import EVERY_EXPERT, ExpertShare
 
@@ -72,13 +73,17 @@ class Target:
     experts: int | None = None
 
 
+def _ranks(spec: LoraSpec, targets: Sequence[Target]) -> tuple[int, ...]:
+    return ranks_of(spec.rank, spec.rank_pattern, [target.name for target in targets])
+
+
 def whole_shapes(spec: LoraSpec, targets: Sequence[Target]) -> dict[str, tuple[int, ...]]:
     """The shapes of an adapter's matrices, by name, in the order of its buffers."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for target in targets:
+    for target, rank in zip(targets, _ranks(spec, targets), strict=True):
         first = () if target.experts is None else (target.experts,)
-        shapes[f"{target.name}.lora_A"] = (*first, spec.rank, target.in_features)
-        shapes[f"{target.name}.lora_B"] = (*first, target.out_features, spec.rank)
+        shapes[f"{target.name}.lora_A"] = (*first, rank, target.in_features)
+        shapes[f"{target.name}.lora_B"] = (*first, target.out_features, rank)
     return shapes
 
 
@@ -86,7 +91,7 @@ class Adapter(Buffers):
     """Weights of one LoRA adapter over `targets`, with their gradient, moments and step count.
 
     lora_A is drawn as in PEFT, kaiming_uniform(a=sqrt(5)), which is uniform within 1/sqrt(in_features), from a
-    generator seeded with `spec.seed`; lora_B is zero. The draw depends only on the seed, the rank and the targets.
+    generator seeded with `spec.seed`; lora_B is zero. The draw depends only on the seed, the ranks and the targets.
     """
 
     def __init__(
@@ -114,7 +119,16 @@ class Adapter(Buffers):
 
     @property
     def scale(self) -> float:
+        """Of the updates of all layers but those in `own_scales`."""
         return self.spec.alpha / self.spec.rank
+
+    @property
+    def own_scales(self) -> dict[str, float]:
+        """The scales of layers that the spec's rank pattern gives another rank, by target name."""
+        if not self.spec.rank_pattern:
+            return {}
+        ranks = zip(self.targets, _ranks(self.spec, self.targets), strict=True)
+        return {target.name: self.spec.alpha / rank for target, rank in ranks if rank != self.spec.rank}
 
     def _initial_weights(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.spec.seed % 2**63)
@@ -203,6 +217,9 @@ def check_spec(
         )
     if not 1 <= spec.rank <= max_rank:
         raise InvalidRequest(f"lora_config.rank: must be 1 to {max_rank}, got {spec.rank}")
+    for expression, rank in spec.rank_pattern:
+        if not 1 <= rank <= max_rank:
+            raise InvalidRequest(f"lora_config.rank_pattern: {expression!r} must have 1 to {max_rank}, got {rank}")
     if not (math.isfinite(spec.alpha) and spec.alpha > 0):
         raise InvalidRequest(f"lora_config.alpha: must be a finite number above 0, got {spec.alpha}")
     if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
@@ -214,3 +231,21 @@ def check_spec(
             "lora_config: train_attn or train_unembed must be true, because the experts of the base model are not "
             "trained"
         )
+
+
+MOST_EXAMPLES = 16
+
+
+def check_pattern(spec: LoraSpec, targets: Sequence[Target]) -> None:
+    """Raise InvalidRequest for a rank pattern with an expression that decides the rank of none of the layers that the
+    adapter trains: it is misspelt, or is for layers that are not trained."""
+    if unused := without_layer(spec.rank_pattern, [target.name for target in targets]):
+        raise InvalidRequest(
+            f"lora_config.rank_pattern: {unused[0]!r} matches no trained layer, or only layers that an expression "
+            f"before it matches; trained layers are {', '.join(_examples(targets))}"
+        )
+
+
+def _examples(targets: Sequence[Target]) -> list[str]:
+    """One name of each kind of layer: the first."""
+    return list({kind_of(target.name): target.name for target in reversed(targets)}.values())[::-1][:MOST_EXAMPLES]

@@ -12,6 +12,7 @@ lora_B [outputs, rank * experts] with the rank first. Elsewhere a pair is `<expe
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.lora.adapter import Adapter, Target
+from skyrl.trainer.lora.rank_pattern import ranks_of, written_pattern
 from skyrl.trainer.protocol import InvalidRequest
 
 FORMAT = 2
@@ -69,8 +72,8 @@ def load_state(adapter: Adapter, directory: Path, trainable: Sequence[Target], *
     a mixture of experts the server's setting decides. `trainable`: the layers that adapters of this base model can
     train.
 
-    Raises InvalidRequest when the saved adapter has another rank or alpha, other train flags, or layers that are not
-    trainable; OSError, ValueError or SafetensorError when files are missing or damaged.
+    Raises InvalidRequest when the saved adapter has other ranks or another alpha, other train flags, or layers that are
+    not trainable; OSError, ValueError or SafetensorError when files are missing or damaged.
     """
     description: dict[str, Any] = json.loads((directory / STATE_JSON).read_text())
     if "lora" not in description:
@@ -81,7 +84,9 @@ def load_state(adapter: Adapter, directory: Path, trainable: Sequence[Target], *
         saved, own = description["lora"][key], getattr(adapter.spec, key)
         if saved != own:
             raise InvalidRequest(f"lora_config.{key}: the saved adapter has {saved}, this model has {own}")
-    adapter = Adapter(adapter.spec, _saved_layers(adapter, description, trainable), adapter.device, drawn=False)
+    layers = _saved_layers(adapter, description, trainable)
+    _check_ranks(adapter.spec, description, layers)
+    adapter = Adapter(adapter.spec, layers, adapter.device, drawn=False)
     if description["format"] == 1:
         stored = load_file(directory / FORMAT_1_TENSORS)
         weights = _part(stored, "weights")
@@ -119,6 +124,19 @@ def _saved_layers(adapter: Adapter, description: dict[str, Any], trainable: Sequ
     return layers
 
 
+def _check_ranks(own: LoraSpec, description: dict[str, Any], layers: Sequence[Target]) -> None:
+    """Raise InvalidRequest, naming a layer, where the saved adapter has another rank than one of the spec `own`."""
+    saved = tuple((expression, rank) for expression, rank in description["lora"].get("rank_pattern", ()))
+    names = [target.name for target in layers]
+    ranks = zip(ranks_of(own.rank, saved, names), ranks_of(own.rank, own.rank_pattern, names), strict=True)
+    for name, (has, wants) in zip(names, ranks, strict=True):
+        if has != wants:
+            raise InvalidRequest(
+                f"lora_config.rank_pattern: the saved adapter has rank {has} in {name}, this model has {wants}; the "
+                f"checkpoint's pattern is {json.dumps(dict(saved))}"
+            )
+
+
 def save_adapter(adapter: Adapter, base_model: str, directory: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write the adapter in PEFT format: tensors `base_model.model.<module>.lora_A.weight`, rounded to the nearest
     `dtype`. Of experts, as `expert_files` says."""
@@ -138,6 +156,7 @@ def save_adapter(adapter: Adapter, base_model: str, directory: Path, dtype: torc
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": 0.0,
         **_peft_targets(adapter, fused),
+        **_peft_ranks(adapter, fused),
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -160,6 +179,19 @@ def _peft_targets(adapter: Adapter, fused: frozenset[str]) -> dict[str, list[str
     if any(_LANGUAGE_MODEL in target.name for target in adapter.targets):
         more["exclude_modules"] = _OF_TOWERS
     return {"target_modules": sorted(modules), **more}
+
+
+def _peft_ranks(adapter: Adapter, fused: frozenset[str]) -> dict[str, dict[str, int]]:
+    """The ranks of layers that have another one than the adapter. PEFT and vLLM scale each layer by its own rank."""
+    if not adapter.spec.rank_pattern:
+        return {}
+    ranks: dict[str, int] = {}
+    for target in adapter.targets:
+        module, _, leaf = target.name.rpartition(".")
+        numbered = target.experts is not None and module not in fused
+        expression = rf"{re.escape(module)}\.\d+\.{leaf}" if numbered else re.escape(target.name)
+        ranks[expression] = adapter.shapes[f"{target.name}.lora_B"][-1]
+    return {"rank_pattern": written_pattern(adapter.spec.rank, ranks)}
 
 
 def _with_joined_experts(adapter: Adapter, stored: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -128,6 +128,6 @@ def measure_row(base: BaseModel, targets: Sequence[Target]) -> None:
     segment = LoraSegment(0, packed.stop, 1.0)
     if targets:
         adapter = Adapter(LoraSpec(RANK, float(RANK), seed=0), targets, base.device)
-        segment = LoraSegment(0, packed.stop, adapter.scale, adapter.leaves(True))
+        segment = LoraSegment.of(0, packed.stop, adapter, adapter.leaves(True))
     with torch.enable_grad(), base.packed.active.use([segment]):
         base.packed([packed], [of_rows], [segment])

@@ -42,7 +42,7 @@ def part_of(item: MicroBatchItem, part: SequencePart, device: torch.device, *, b
         scorings = replace(scorings, of_positions=[scorings.of_positions[0][part.start : part.stop]])
     targets = Targets.of([target_tokens[part.start : part.stop]], packed.layout.rows_of, trained, device, scorings)
     adapter = item.running.model
-    segment = LoraSegment(0, packed.stop, adapter.scale, adapter.leaves(backward))
+    segment = LoraSegment.of(0, packed.stop, adapter, adapter.leaves(backward))
     return MicroBatch([packed], [targets], [segment], losses=losses_of([item], device, joined=False))
 
 

@@ -30,7 +30,7 @@ from skyrl.trainer.custom_loss.loss import loss_of, with_custom
 from skyrl.trainer.device import HOST, command_on, failure_of
 from skyrl.trainer.experts.routing import with_frozen_experts
 from skyrl.trainer.lora import files
-from skyrl.trainer.lora.adapter import Adapter, Target, check_spec, kinds_of, random_adapter
+from skyrl.trainer.lora.adapter import Adapter, Target, check_pattern, check_spec, kinds_of, random_adapter
 from skyrl.trainer.losses import Loss, Tally, served_losses
 from skyrl.trainer.model.packed_model import trained_targets
 from skyrl.trainer.model.row_budget import BudgetSettings
@@ -323,6 +323,7 @@ class LoraBackend(BackendOverRanks):
         """Add an adapter. Raises InvalidRequest: the id exists, or the spec cannot be honoured."""
         self._check_new(model_id, spec, self._train_mlp_of_mixtures)
         targets = self._targets_of(spec)
+        check_pattern(spec, targets)
         self._call("create", model_id, spec, targets)
         self._models[model_id] = spec, targets
 

@@ -36,7 +36,8 @@ from skyrl.trainer.collectives import (
 from skyrl.trainer.device import base_dtype, command_on
 from skyrl.trainer.experts.layers import ExpertExchange
 from skyrl.trainer.lora.adapter import Adapter, Target, whole_shapes
-from skyrl.trainer.lora.linear import AdapterStack, LoraSegment, grouped_rank, groups_adapters
+from skyrl.trainer.lora.linear import LoraSegment, groups_adapters
+from skyrl.trainer.lora.stack import AdapterStack, grouped_rank
 from skyrl.trainer.model.packed_model import PackedModel, trained_targets
 from skyrl.trainer.model.row_budget import RowBudget
 from skyrl.trainer.passes.micro_batch import MicroBatch
@@ -318,7 +319,7 @@ def _experts_of(adapter: Adapter, requires_grad: bool) -> LoraSegment:
     """A segment with new leaves of an adapter's experts. Where its rows are does not matter."""
     leaves = adapter.leaves(requires_grad)
     pairs = {target.name: leaves[target.name] for target in adapter.targets if target.experts is not None}
-    return LoraSegment(0, 0, adapter.scale, pairs)
+    return LoraSegment.of(0, 0, adapter, pairs)
 
 
 MOST_PADDING = 4
@@ -331,8 +332,8 @@ Kind = tuple[int, tuple[str, ...]]
 
 
 def _kind_of(adapter: Adapter) -> Kind | None:
-    """None for an adapter that trains experts: it is updated alone."""
-    if any(target.experts is not None for target in adapter.targets):
+    """None for an adapter that trains experts, or has several ranks: it is updated alone."""
+    if adapter.own_scales or any(target.experts is not None for target in adapter.targets):
         return None
     return grouped_rank(adapter.spec.rank), tuple(target.name for target in adapter.targets)
 
@@ -394,7 +395,7 @@ def segment_of(
     adapters = [piece.running.model for piece in slices]
     start, stop = packed[0].start, packed[-1].stop
     if len(slices) == 1:
-        return LoraSegment(start, stop, adapters[0].scale, adapters[0].leaves(backward, dtype))
+        return LoraSegment.of(start, stop, adapters[0], adapters[0].leaves(backward, dtype))
     ends = torch.tensor([*accumulate(each.stop - each.start for each in packed)], dtype=torch.int32)
     stack = AdapterStack(adapters)
     return LoraSegment(start, stop, 1.0, stack.leaves(backward, dtype), ends.to(adapters[0].device), stack)

@@ -43,12 +43,13 @@ from skyrl.trainer.files.tensor_files import (
     weight_files,
 )
 from skyrl.trainer.lora.files import PEFT_JSON, PEFT_TENSORS
+from skyrl.trainer.lora.rank_pattern import ranks_of
 from skyrl.trainer.model.loading import check_weights, class_of, detach_vision, model_class
 from skyrl.trainer.model.packed_model import UNEMBED
 
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 _EXPERTS = re.compile(r"(?:^|\.)experts(?:\.|$)")
-_UNKNOWN = ("use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters")
+_UNKNOWN = ("use_dora", "fan_in_fan_out", "modules_to_save", "alpha_pattern", "target_parameters")
 
 
 @dataclass(frozen=True)
@@ -107,16 +108,21 @@ def read_updates(directory: Path) -> dict[str, Update]:
         raise ConfigError(f"{directory / PEFT_JSON} has no numbers r and lora_alpha") from error
     if rank < 1:
         raise ConfigError(f"{directory / PEFT_JSON} has r {rank}")
-    scale = alpha / (math.sqrt(rank) if described.get("use_rslora") else rank)
     matrices: dict[str, dict[str, Tensor]] = {}
     for layer, which, matrix in _matrices(directory):
         matrices.setdefault(layer, {})[which] = matrix
-    for layer, pair in matrices.items():
+    try:
+        ranks = ranks_of(rank, tuple((described.get("rank_pattern") or {}).items()), [*matrices])
+    except (AttributeError, TypeError, re.error) as error:
+        raise ConfigError(f"{directory / PEFT_JSON} has a rank_pattern that cannot be used: {error}") from error
+    updates: dict[str, Update] = {}
+    for (layer, pair), own in zip(matrices.items(), ranks, strict=True):
         if len(pair) < 2:
             raise ConfigError(f"{directory / PEFT_TENSORS} holds one matrix of {layer}, and the other is missing")
-        if pair["A"].shape[0] != rank or pair["B"].shape[1] != rank:
-            raise ConfigError(f"{directory / PEFT_TENSORS} holds matrices of {layer} that are not of rank {rank}")
-    return {layer: Update(pair["A"], pair["B"], scale) for layer, pair in matrices.items()}
+        if pair["A"].shape[0] != own or pair["B"].shape[1] != own:
+            raise ConfigError(f"{directory / PEFT_TENSORS} holds matrices of {layer} that are not of rank {own}")
+        updates[layer] = Update(pair["A"], pair["B"], alpha / (math.sqrt(own) if described.get("use_rslora") else own))
+    return updates
 
 
 def _matrices(directory: Path) -> Iterator[tuple[str, str, Tensor]]:

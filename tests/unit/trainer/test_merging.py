@@ -164,6 +164,8 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
         ("alpha", {"lora_alpha": None}, "no numbers r and lora_alpha"),
         ("rank", {"r": 4}, "not of rank 4"),
         ("kind", {"peft_type": "LOHA"}, "describes no LoRA adapter"),
+        ("pattern", {"rank_pattern": {"q_proj": 4}}, r"q_proj that are not of rank 4"),
+        ("group", {"rank_pattern": {"(q_proj": 4}}, "has a rank_pattern that cannot be used: missing"),
     ]
     for name, config, said in cases:
         with pytest.raises(ConfigError, match=said):

@@ -14,7 +14,8 @@ from torch.nn.functional import silu
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.experts.product import BaseExperts, ExpertsUpdate, experts_with_updates, gated, of_used_experts
 from skyrl.trainer.lora.adapter import Adapter, Target
-from skyrl.trainer.lora.linear import AdapterStack, RowsUpdate, linear_with_updates
+from skyrl.trainer.lora.linear import RowsUpdate, linear_with_updates
+from skyrl.trainer.lora.stack import AdapterStack
 from skyrl.trainer.ranks.lora_rank import MOST_PADDING, groups_of
 
 PLACES = ((0, 3, 4, 8.0), (3, 4, 1, 0.5), (6, 11, 8, 4.0))
@@ -175,6 +176,7 @@ def test_adapters_of_experts_are_updated_alone() -> None:
 
 TOKENS, PER_ROW, EXPERTS, HIDDEN, SIZE = 256, 4, 8, 64, 32
 PROJECTIONS = ((HIDDEN, SIZE), (HIDDEN, SIZE), (SIZE, HIDDEN))
+SCALES = (0.5, 0.5, 0.5)
 
 
 @pytest.fixture
@@ -197,7 +199,7 @@ def _gradients(*, adapted: bool) -> list[Tensor]:
     adapters = [each for pair in pairs for each in pair] if adapted else []
     leaves = [matrix.requires_grad_() for matrix in (*base, *adapters)]
     weights, chosen = _drawn(TOKENS, EXPERTS, seed=5).softmax(-1).topk(PER_ROW)
-    updates = [ExpertsUpdate(0, TOKENS, 0.5, pairs[:2], pairs[2])] if adapted else []
+    updates = [ExpertsUpdate(0, TOKENS, SCALES, pairs[:2], pairs[2])] if adapted else []
     made = experts_with_updates(hidden, chosen, weights, BaseExperts(base[0], base[1], gated(silu), 2), updates)
     return list(torch.autograd.grad(made.square().sum(), [hidden, *leaves]))
 
@@ -232,5 +234,5 @@ def test_the_backward_keeps_an_adapters_matrices_as_they_are_and_no_copies_in_bf
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = _drawn(TOKENS, HIDDEN, seed=0).bfloat16().requires_grad_()
-        experts_with_updates(hidden, chosen, weights, base, [ExpertsUpdate(0, TOKENS, 0.5, pairs[:2], pairs[2])])
+        experts_with_updates(hidden, chosen, weights, base, [ExpertsUpdate(0, TOKENS, SCALES, pairs[:2], pairs[2])])
     assert kept == {matrix.untyped_storage().data_ptr() for matrix in (*leaves, base.first, base.down)}
