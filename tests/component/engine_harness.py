@@ -21,7 +21,7 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.several import base_models_of
 from skyrl.base.tiny import model_path
 from skyrl.base.types.requests import Kind, NewRequest
-from skyrl.base.types.weights import AdapterVersion, LoraSpec, WeightsRef
+from skyrl.base.types.weights import AdapterVersion, LoraSpec, RankPattern, WeightsRef
 from skyrl.base.wire.paths import model_id_of
 from skyrl.base.wire.results import to_json
 from skyrl.engine.build import EngineParts, build_engine
@@ -324,12 +324,13 @@ class Trainer:
         model_seq_id: int = 0,
         seed: int = 1,
         rank: int = 4,
+        rank_pattern: RankPattern = (),
         create: bool = True,
     ) -> Trainer:
         """A model row and, with `create`, a CREATE_MODEL command, without waiting for its outcome."""
         session = session or await harness.sessions.create(tenant, [], None, "")
         model_id = model_id_of(session.id, model_seq_id)
-        lora = LoraSpec(rank, 32.0, seed)
+        lora = LoraSpec(rank, 32.0, seed, rank_pattern=rank_pattern)
         model = Model(model_id, session.id, tenant, harness.base_model, lora, None)
         await harness.models.create(model, model_seq_id)
         trainer = cls(harness, session, model_id)

@@ -267,6 +267,7 @@ def lora(**values: Any) -> dict[str, Any]:
 LONG = {"note": [[]] * 6_000}
 """18 kB in JSON, but twenty times as much in memory."""
 DEEP = {"note": functools.reduce(lambda inner, _: [inner], range(500), [])}
+RANKS = "skyrl.rank_pattern"
 NO_TRAINING = {"train_attn": False, "train_mlp": False, "train_unembed": False}
 
 CASES: list[tuple[str, Any, int, str | None]] = [
@@ -334,6 +335,40 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("create_model", lora(rank="8"), 400, "lora_config.rank"),
     ("create_model", lora(rank=8, seed=2**63), 400, "lora_config.seed"),
     ("create_model", lora(rank=8, **NO_TRAINING), 400, "lora_config"),
+    *(
+        ("create_model", lora(rank=8, rank_pattern=pattern), 400, "lora_config.rank_pattern")
+        for pattern in (
+            ["q_proj"],
+            {"q_proj": 33},
+            {"q_proj": 0},
+            {"": 4},
+            {"q" * 129: 4},
+            {f"layers.{number}.q_proj": 4 for number in range(129)},
+            {"(q_proj": 4},
+            {"q_proj)": 4},
+            {"*": 4},
+            {r"(\w+)+_proj": 4},
+            {"(.+|.+)*": 4},
+            {"(?=q)q_proj": 4},
+            {"q{9999}": 4},
+            {r"(.)\1": 4},
+            {".*.*.*q_proj": 4},
+            {"(.|.)" * 14: 4},
+        )
+    ),
+    ("create_model", lora(rank=8, rank_pattern={"q_proj": "4"}), 400, "lora_config.rank_pattern[...]"),
+    ("create_model", lora(rank=8, rank_pattern={"q_proj": 2**70}), 400, "lora_config.rank_pattern"),
+    ("create_model", lora(rank=8, alpha_pattern={"q_proj": 16}), 400, "lora_config.alpha_pattern"),
+    *(
+        ("create_model", MODEL | {"user_metadata": {RANKS: given}}, 400, f"user_metadata.{RANKS}")
+        for given in ("q_proj=4", "[4]", '{"q_proj": "4"}', '{"q_proj": 33}', {"q_proj": 4.5}, 4, ["q_proj"])
+    ),
+    (
+        "create_model",
+        lora(rank_pattern={"q_proj": 4}) | {"user_metadata": {RANKS: {"q_proj": 4}}},
+        400,
+        f"user_metadata.{RANKS}",
+    ),
     ("get_info", {}, 400, "model_id"),
     ("get_info", {"model_id": "s:train:0"}, 404, "model_id"),
     ("get_info", {"model_id": "{their_model}"}, 404, "model_id"),
@@ -403,6 +438,7 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("load_weights", LOAD | {"model_seq_id": 2**70}, 400, "model_seq_id"),
     ("load_weights", LOAD | {"path": "saved"}, 400, "path"),
     ("load_weights", LOAD | {"user_metadata": LONG}, 400, "user_metadata"),
+    ("load_weights", LOAD | {"user_metadata": {RANKS: '{"q_proj": 4}'}}, 400, f"user_metadata.{RANKS}"),
     ("load_weights", LOAD | {"path": "tinker://{model}/weights/lost"}, 404, "path"),
     ("load_weights", LOAD | {"path": "tinker://{model}/weights/expired"}, 404, "path"),
     ("load_weights", LOAD | {"path": "tinker://{model}/sampler_weights/saved"}, 404, "path"),

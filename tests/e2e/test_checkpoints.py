@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import tarfile
@@ -70,8 +71,10 @@ def logprobs_in_vllm(server: DemoServer, adapter: Path, tokens: list[int]) -> np
 
 @pytest.fixture(scope="module")
 def trained(server: DemoServer, tokenizer: PreTrainedTokenizerBase) -> Iterator[tinker.TrainingClient]:
+    """With other ranks in some layers, as the released SDK asks for them."""
+    metadata = {"skyrl.rank_pattern": json.dumps({"q_proj": 2, r"layers\.0\.mlp\..*": 5, "lm_head": 4})}
     with tinker.ServiceClient(base_url=server.url, api_key="tml-test") as client:
-        trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=3).result()
+        trainer = client.create_lora_training_client("tiny", rank=8, seed=3, user_metadata=metadata).result()
         train(trainer, [cross_entropy(tokenizer.encode(TEXT))], 6, 1e-2)
         yield trainer
 
@@ -97,6 +100,17 @@ def test_an_archive_loads_in_stock_peft_and_stock_vllm(
         np.testing.assert_allclose(logprobs_in_vllm(server, adapter, tokens), ours, atol=1e-3)
         if text == TEXT:
             assert ours.mean() > -1.0, "the adapter has learned the text, which is far less likely without it"
+
+
+def test_a_model_from_a_checkpoint_has_its_ranks(
+    connect: ClientFactory, trained: tinker.TrainingClient, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    data = [cross_entropy(tokenizer.encode(TEXT))]
+    expected = trained.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+    path = trained.save_state("ranks").result().path
+    resumed = connect().create_training_client_from_state_with_optimizer(path).result()
+    assert resumed.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data == expected
+    assert resumed.get_info().lora_rank == 8
 
 
 def test_an_adapter_without_local_files_can_be_sampled_from(

@@ -27,8 +27,11 @@ from skyrl.storage.db.models import Model, add_model
 
 
 def check_optimizer(optimizer: OptimizerConfig | None) -> None:
-    if optimizer is not None and optimizer.type != "adamw":
-        raise RequestError(f"{optimizer.type!r} is not served; there is: adamw", field="optimizer_config.type")
+    """Raises RequestError for all but AdamW."""
+    if optimizer is None or optimizer.type == "adamw":
+        return
+    why = ": how it updates weights is not published" if optimizer.type == "dimuon" else ""
+    raise RequestError(f"{optimizer.type!r} is not served{why}; there is: adamw", field="optimizer_config.type")
 
 
 def _lora_spec(lora: LoraConfig, metadata: dict[str, Any] | None, served: ServedModel) -> LoraSpec:

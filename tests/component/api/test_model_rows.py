@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from api_harness import BASE, Api, Serve, session_of
 from sqlalchemy import insert, select, text
 
 from skyrl.api.access import tenant_of_key
+from skyrl.base.wire.rank_pattern import METADATA_KEY
 from skyrl.storage.db import models as model_rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
@@ -137,3 +139,30 @@ async def test_the_process_keeps_no_times_of_requests_to_closed_models(
     monkeypatch.setattr(model_rows, "TOUCH_S", 3600.0)
     await known.touch("s:train:49")
     assert len(known._touched) == 1
+
+
+PATTERN = {r"layers\.0\..*": 16, "q_proj": 2}
+
+
+@ON_BOTH
+@pytest.mark.parametrize("way", ["lora_config", "text", "object"])
+async def test_other_ranks_in_some_layers_are_stored_in_their_order_and_told(
+    serve: Serve, database: Database, way: str
+) -> None:
+    """In the body of a client's own, or in the metadata, where the SDK's type allows only text."""
+    given = {"lora_config": {"rank": 8, "rank_pattern": PATTERN}} if way == "lora_config" else {}
+    value: Any = json.dumps(PATTERN) if way == "text" else PATTERN
+    given |= {} if way == "lora_config" else {"lora_config": {"rank": 8}, "user_metadata": {METADATA_KEY: value}}
+    async with serve() as api:
+        wanted = {"session_id": session_of(await api.sampler()), "model_seq_id": 0, "base_model": BASE, **given}
+        made = await api.post("create_model", wanted)
+        assert made.status_code == 200, made.text
+        info = (await api.post("get_info", {"model_id": made.json()["model_id"]})).json()
+        plain = await create(api, session_of(await api.sampler()), rank=8)
+        of_plain = (await api.post("get_info", {"model_id": plain["model_id"]})).json()
+    assert (info["lora_rank"], list(info["lora_rank_pattern"].items())) == (8, list(PATTERN.items()))
+    assert "lora_rank_pattern" not in of_plain
+    stored = database.read(
+        lambda c: c.execute(select(models.c.rank_pattern).order_by(models.c.created_at)).scalars().all()
+    )
+    assert stored == [[list(each) for each in PATTERN.items()], None]

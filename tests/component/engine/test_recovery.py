@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import threading
 import time
@@ -14,6 +15,7 @@ from engine_harness import WAIT_S, Harness, Trainer, files_in, harness_in, until
 from sqlalchemy import delete, select, update
 
 from skyrl.base.types.requests import SAVES, Kind, NewRequest
+from skyrl.base.wire.errors import ErrorCategory
 from skyrl.engine import sweeping
 from skyrl.engine.snapshots import Snapshots
 from skyrl.storage.checkpoint_store.base import StoreError
@@ -66,6 +68,36 @@ async def test_a_crash_after_every_command_changes_no_bit(tmp_path: Path) -> Non
                 await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
             await restart(harness)
         assert await trainer.state() == expected
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+async def test_a_model_with_other_ranks_in_some_layers_comes_back_and_so_do_its_checkpoints(
+    harness: Harness, snapshot: bool
+) -> None:
+    pattern = (("q_proj", 2), (r"0\.mlp\..*", 3), ("lm_head", 8))
+    trainer = await Trainer.create(harness, rank_pattern=pattern)
+    await trainer.step(0)
+    path = (await trainer.do(Kind.SAVE_WEIGHTS, path="one"))["path"]
+    saved = await trainer.state()
+    await trainer.step(1)
+    expected = await trainer.state()
+    assert json.loads(expected["state.json"])["lora"]["rank_pattern"] == [list(each) for each in pattern]
+    if snapshot:
+        await harness.threads.on_backend(lambda: harness.snapshots.take(trainer.model_id, trainer.seq_id + 1))
+    await restart(harness)
+    assert await trainer.state() == expected
+    (row,) = harness.checkpoint_rows(trainer.model_id)
+    assert row.rank_pattern == [list(each) for each in pattern]
+    await trainer.do(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
+    assert await trainer.state() == saved
+    plain = await Trainer.create(harness, model_seq_id=1)
+    failed = await plain.fails(Kind.LOAD_WEIGHTS, path=path, optimizer=True)
+    assert "lora_config.rank_pattern: the saved adapter has rank 2 in model.layers.0" in str(failed.error)
+    unknown = await Trainer.create(harness, model_seq_id=2, rank_pattern=(("q_poj", 2),))
+    assert unknown.creating is not None
+    refused = await unknown.outcome(unknown.creating)
+    assert refused.error_category == ErrorCategory.USER
+    assert "lora_config.rank_pattern: 'q_poj' matches no trained layer" in str(refused.error)
 
 
 @pytest.mark.parametrize("fate", ["deleted", "replaced", "made private"])

@@ -1,14 +1,18 @@
-"""Each architecture of docs/reference/architectures.md in a real vLLM on a CPU: base model and a trained adapter.
+"""Each architecture of docs/reference/architectures.md in a real vLLM on a CPU: base model and trained adapters.
 
-The adapter trains what the SDK asks for by default: all layers, the unembedding too. vLLM's logprobs of given tokens,
-and of tokens that it sampled, are compared with the trainer's. One start of vLLM for each family: about 15 s.
+The adapters train what the SDK asks for by default, all layers, the unembedding too; one has other ranks in some, one
+is on the unembedding alone. vLLM's logprobs of given tokens, and of tokens that it sampled, are compared with the
+trainer's. One start of vLLM for each family: about 15 s.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import time
+from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +46,7 @@ CALM, MEAN_OF_CALM, OF_THE_CHANGE = 0.2, 0.04, 0.1
 Of nine tenths of the tokens it differs by less than the first number. The others bound the mean difference of these
 tokens, and by how much of itself an adapter's change of their logprobs is smaller or larger than the trainer's."""
 NEW_TOKENS = 8
+TRAINED = ("m", "ranks", "unembed")
 UNSERVED = {
     "kimi-linear": "vLLM has it for GPUs alone",
     "glm-5.3-flash": "as kimi-linear",
@@ -88,12 +93,19 @@ SPARSE = ("deepseek-v3.2", "glm-5")
 
 
 def _trained(path: str, directory: Path) -> LoraBackend:
-    """A backend with the untrained adapter "base" and the trained ones "m" and, on lm_head alone, "unembed". Exports of
-    the trained ones are in `directory`."""
+    """A backend with the untrained adapter "base" and the trained ones "m", "ranks", with another rank in each kind of
+    layer, and "unembed", on lm_head alone. Exports of the trained ones are in `directory`."""
     backend = LoraBackend(load_config({"base_model": path}))
-    backend.create_model("base", LoraSpec(rank=8, alpha=32.0, seed=3))
-    for name, others in (("m", True), ("unembed", False)):
-        backend.create_model(name, LoraSpec(rank=8, alpha=32.0, seed=3, train_attn=others, train_mlp=others))
+    plain = LoraSpec(rank=8, alpha=32.0, seed=3)
+    backend.create_model("base", plain)
+    ranks = zip(map(re.escape, backend.kinds_of_layers(plain)), cycle((2, 5, 16, 3, 9)), strict=False)
+    specs = {
+        "m": plain,
+        "ranks": replace(plain, rank_pattern=tuple(ranks)),
+        "unembed": replace(plain, train_attn=False, train_mlp=False),
+    }
+    for name, spec in specs.items():
+        backend.create_model(name, spec)
         backend.run([TrainingPass(name, [_datum(1)], "cross_entropy")])
         backend.optim_step(name, AdamParams(learning_rate=1e-2))
         (directory / name).mkdir(parents=True)
@@ -168,10 +180,10 @@ async def test_vllm_and_the_trainer_agree_on_base_model_and_adapters(tmp_path: P
     try:
         async with httpx.AsyncClient(base_url=spec.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as http:
             await _until_up(http, server)
-            for name in ("m", "unembed"):
+            for name in TRAINED:
                 loaded = await _load(http, name, tmp_path / "adapters" / name)
                 assert loaded.status_code == 200, loaded.text
-            served = {"base": config.served_names[0], "m": "m", "unembed": "unembed"}
+            served = {"base": config.served_names[0], **{name: name for name in TRAINED}}
             sampled = {name: await _of_vllm(http, at_vllm) for name, at_vllm in served.items()}
     finally:
         await server.stop()
@@ -180,7 +192,7 @@ async def test_vllm_and_the_trainer_agree_on_base_model_and_adapters(tmp_path: P
     gaps = {name: float(np.abs(found[name] - expected[name]).max()) for name in found}
     print(f"{model}, {dtype}: largest gap of a logprob", *(f"{name} {gap:.1e}" for name, gap in gaps.items()))
     prompt = slice(len(_prompt()) - 1)
-    for name in ("m", "unembed"):
+    for name in TRAINED:
         change = (expected[name] - expected["base"])[prompt]
         assert np.abs(change).max() > 0.01
         if dtype == "bfloat16":
@@ -191,7 +203,8 @@ async def test_vllm_and_the_trainer_agree_on_base_model_and_adapters(tmp_path: P
         for name in found:
             calm = _calm(found[name] - expected[name])
             assert np.abs((found[name] - expected[name])[calm]).mean() <= MEAN_OF_CALM
-    means = {name: float(np.abs(found[name] - expected[name]).mean()) for name in found}
+    del gaps["ranks"]
+    means = {name: float(np.abs(found[name] - expected[name]).mean()) for name in gaps}
     record(model, vllm={"gaps": gaps, "means": means, "dtype": dtype})
 
 
