@@ -36,6 +36,7 @@ from skyrl.base.types.requests import Command, Kind
 from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.engine.execution import PassPictures, run_passes
 from skyrl.engine.ratios import NOTICE, RatioCheck
+from skyrl.engine.stored_losses import StoredLosses
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.losses import LOSSES
 from skyrl.trainer.model import logprobs as logprobs_module
