@@ -17,8 +17,9 @@ from torch import Tensor
 
 from skyrl.base.types.custom_loss import CustomLoss
 from skyrl.trainer.custom_loss.graph import META, LossGraph, LossOutput, Work
-from skyrl.trainer.losses import Loss, LossInputs, LossValue, text_targets
+from skyrl.trainer.losses import Loss, LossInputs, LossValue
 from skyrl.trainer.protocol import Datum, InvalidRequest, TrainingPass
+from skyrl.trainer.rows.pictures import text_targets
 
 CUSTOM = "custom"
 METRIC = "custom/"

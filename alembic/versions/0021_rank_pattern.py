@@ -2,8 +2,8 @@
 
 A list of pairs, a regular expression and a rank, in their order. NULL: all layers have the adapter's rank.
 
-Revision: 0020
-Revises: 0019
+Revision: 0021
+Revises: 0020
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sqlalchemy as sa
 
 from alembic import op
 
-revision = "0020"
-down_revision = "0019"
+revision = "0021"
+down_revision = "0020"
 branch_labels = None
 depends_on = None
 
