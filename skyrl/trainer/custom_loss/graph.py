@@ -1,8 +1,9 @@
-"""Runs the graph of a custom loss on one sequence, within bounds, and checks that before on tensors without memory.
+"""Runs the graph of a custom loss on one sequence, within bounds.
 
-The tensors are the host's: there a wrong index is an error of one pass, and no fault of a device. A check runs the same
-operations on torch's `meta` device, which gives shapes and dtypes alone. Where a size follows from values (an index by
-a mask), the check ends, and every later operation is checked so before it runs. Knows nothing of passes.
+The tensors are the host's: there a wrong index is an error of one pass, and no fault of a device. Before an operation
+runs, its result is known to be small enough: from the sizes of its arguments, or from the same operation on torch's
+`meta` device, which gives shapes alone. `check` runs the whole graph there, up to an index by a mask, the size of whose
+result follows from values. Knows nothing of passes.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import torch
 from torch import Tensor
 
 from skyrl.base.types.custom_loss import CREATIONS, CustomLoss, Device, Dtype, LossNode, Ref
-from skyrl.trainer.custom_loss.operations import FUNCTIONS, MASKED, METHODS, PRODUCTS
+from skyrl.trainer.custom_loss.operations import COMBINING, FUNCTIONS, MASKED, METHODS, PRODUCTS, SIZED
 from skyrl.trainer.device import HOST, failure_of
 from skyrl.trainer.protocol import InvalidRequest, OutOfMemory
 
 MAX_ELEMENTS = 2**26
 """Numbers in the results of all operations for one sequence: 256 MiB as float32, and as much again for a backward."""
 MAX_WORK = 2**30
-"""Numbers that the operations of one pass read and write, and what an operation costs beside them."""
+"""Numbers that the operations for the sequences of a micro-batch read and write, and what an operation costs beside."""
 OPERATION = 2**10
 """What an operation costs, in numbers that it could read in the same time."""
 
@@ -33,7 +34,7 @@ META = torch.device("meta")
 
 @dataclass
 class Work:
-    """What a pass has used of MAX_WORK."""
+    """What a micro-batch has used of MAX_WORK."""
 
     done: int = 0
 
@@ -62,11 +63,10 @@ class _DependsOnValues(Exception):
 
 @dataclass
 class _Run:
-    """`values`: of the nodes so far. `guarded`: each operation is checked before it runs."""
+    """`values`: of the nodes so far. `elements`: how many numbers they have together."""
 
     device: torch.device
     work: Work
-    guarded: bool
     values: dict[str, Any] = field(default_factory=dict)
     elements: int = 0
 
@@ -76,23 +76,21 @@ class LossGraph:
 
     def __init__(self, loss: CustomLoss) -> None:
         self.loss = loss
-        # Without a node like this, what `check` has seen is what will run.
-        self._has_masks = any(node.target in MASKED and _depends(node.args[1:]) for node in loss.nodes)
 
-    def check(self, inputs: Sequence[Tensor], work: Work) -> None:
+    def check(self, inputs: Sequence[Tensor]) -> None:
         """Raise InvalidRequest naming the node, for inputs of these shapes and dtypes: `logprobs` and the others in
-        order, on the meta device. `work` grows by what the sequence will cost."""
+        order, on the meta device."""
         with torch.enable_grad():
             leaf = inputs[0].requires_grad_()
             try:
-                self._compute([leaf, *inputs[1:]], _Run(META, work, guarded=False))
+                self._compute([leaf, *inputs[1:]], _Run(META, Work()))
             except _DependsOnValues:
                 return
 
     def evaluate(self, inputs: Sequence[Tensor], work: Work, *, backward: bool) -> LossOutput:
         """The loss of one sequence. inputs: as in `check`, on the host. Raises InvalidRequest, also for a loss or a
         gradient that is not finite."""
-        run = _Run(HOST, work, guarded=self._has_masks)
+        run = _Run(HOST, work)
         with torch.set_grad_enabled(backward):
             leaf = inputs[0].detach().requires_grad_(backward)
             loss, metrics = self._compute([leaf, *inputs[1:]], run)
@@ -139,28 +137,24 @@ class LossGraph:
         kwargs = {name: _filled(each, run) for name, each in node.kwargs.items()}
         if node.target.removeprefix("torch.") in CREATIONS and node.op == "call_function":
             kwargs["device"] = run.device
-        if node.target in MASKED and _has_tensors(args[1:]):
-            if run.device == META and not _is_integers(args[1:]):
-                raise _DependsOnValues
-            self._charge(node, run, args, _most_of_masked(node, args))
-        elif run.guarded:
-            foreseen = _call(node, _on_meta(args), {name: _on_meta(each) for name, each in kwargs.items()})
-            self._charge(node, run, args, foreseen)
-        result = _call(node, args, kwargs)
         if run.device == META:
-            self._charge(node, run, args, result)
-        return result
-
-    def _charge(self, node: LossNode, run: _Run, args: Sequence[Any], result: Any) -> None:
-        """result: as large as the node's, on the meta device."""
+            if node.target in MASKED and _has_tensors(args[1:]) and not _is_integers(args[1:]):
+                raise _DependsOnValues
+        elif run.elements + _most(node, args, kwargs, MAX_ELEMENTS - run.elements) > MAX_ELEMENTS:
+            raise self._too_large(node)
+        result = _call(node, args, kwargs)
         size = sum(each.numel() for each in _tensors(result))
         read = sum(each.numel() for each in _tensors(args))
-        if node.target.rpartition(".")[2] in PRODUCTS and isinstance(args[0], Tensor) and args[0].dim() > 0:
+        if _word(node) in PRODUCTS and isinstance(args[0], Tensor) and args[0].dim() > 0:
             read += size * args[0].size(-1)
         run.elements += size
         if run.elements > MAX_ELEMENTS:
-            raise self.refusal(f"the results up to here have more than {MAX_ELEMENTS} numbers for one sequence", node)
+            raise self._too_large(node)
         run.work.add(OPERATION + size + read)
+        return result
+
+    def _too_large(self, node: LossNode) -> InvalidRequest:
+        return self.refusal(f"the results up to here have more than {MAX_ELEMENTS} numbers for one sequence", node)
 
     @contextmanager
     def _named(self, node: LossNode | None) -> Iterator[None]:
@@ -234,11 +228,6 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _depends(args: Any) -> bool:
-    """Whether an argument is the value of a node."""
-    return any(isinstance(each, Ref) for each in _leaves(args))
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
     return (each for each in _leaves(value) if isinstance(each, Tensor))
 
@@ -250,21 +239,58 @@ def _has_tensors(value: Any) -> bool:
 def _is_integers(args: Sequence[Any]) -> bool:
     """Whether an index has whole numbers of at least one dimension as its only tensors, none of them in a slice."""
     kinds = all(each.dtype in (torch.int64, torch.int32) and each.dim() > 0 for each in _tensors(args))
-    within = args[0] if isinstance(args[0], tuple) else (args[0],)
-    return kinds and not any(isinstance(each, slice) and _has_tensors(each) for each in within)
+    return kinds and not any(isinstance(each, slice) and _has_tensors(each) for each in _parts(args[0]))
 
 
-def _most_of_masked(node: LossNode, args: Sequence[Any]) -> Any:
-    """As large as what an index by tensors can give at most, on the meta device."""
-    value, index = _on_meta(args[0]), args[1]
+def _word(node: LossNode) -> str:
+    return node.target.rpartition(".")[2]
+
+
+def _most(node: LossNode, args: Sequence[Any], kwargs: Mapping[str, Any], enough: int) -> int:
+    """How many numbers the result has at most. Where the sizes of the arguments allow more than `enough`, or do not
+    say, the exact number."""
+    if node.target in MASKED and _has_tensors(args[1:]) and not _is_integers(args[1:]):
+        return _most_of_masked(node, args)
+    most = _most_of_sizes(node, args, [*_tensors(args), *_tensors([*kwargs.values()])])
+    if most is not None and most <= enough:
+        return most
+    return sum(
+        each.numel()
+        for each in _tensors(_call(node, _on_meta(args), {name: _on_meta(each) for name, each in kwargs.items()}))
+    )
+
+
+def _most_of_sizes(node: LossNode, args: Sequence[Any], tensors: Sequence[Tensor]) -> int | None:
+    """None: the sizes of the arguments do not say. Twice as much where there are two results, as of `sort`."""
+    word = _word(node)
+    if word in SIZED or (node.target == "operator.getitem" and any(isinstance(each, list) for each in _parts(args[1]))):
+        return None
+    if not tensors:
+        return 0
+    if word in COMBINING:
+        return max(math.prod(max(1, each.numel()) for each in tensors), sum(each.numel() for each in tensors))
+    shapes = {each.shape for each in tensors if each.dim() > 0}
+    if len(shapes) <= 1:
+        return 2 * max(1, *(each.numel() for each in tensors))
+    try:
+        return 2 * math.prod(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        return None
+
+
+def _parts(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _most_of_masked(node: LossNode, args: Sequence[Any]) -> int:
+    value, index = args[0], args[1]
     if node.target != "operator.getitem":
-        return torch.empty(torch.broadcast_shapes(value.shape, index.shape), dtype=value.dtype, device=META)
-    if _is_integers(args[1:]):
-        return value[_on_meta(index)]
+        return math.prod(torch.broadcast_shapes(value.shape, index.shape))
     if isinstance(index, Tensor) and index.dtype == torch.bool:
-        return value
-    if all(each.dim() == 0 and not each.is_floating_point() and each.dtype != torch.bool for each in _tensors(index)):
-        return value  # of numbers and slices
+        return value.numel()
+    is_number = [each.dim() == 0 and each.dtype in (torch.int64, torch.int32) for each in _tensors(index)]
+    if all(is_number) and not any(isinstance(each, list) for each in _parts(index)):
+        return value.numel()  # of numbers and slices
     raise TypeError("an index may be one mask, or of whole numbers and slices")
 
 

@@ -100,6 +100,25 @@ MASKED = frozenset(("operator.getitem", "masked_select", "torch.masked_select"))
 PRODUCTS = frozenset(("matmul", "mm", "mv", "bmm", "dot", "inner"))
 """Operations with as many products for each number of their result as their first argument has columns."""
 
+COMBINING = PRODUCTS | {
+    "outer",
+    "cat",
+    "concat",
+    "stack",
+    "gather",
+    "take",
+    "take_along_dim",
+    "index_select",
+    "quantile",
+}
+"""Operations whose result has at most as many numbers as the product of the sizes of their arguments, or their sum."""
+
+SIZED = names.CREATIONS | frozenset(
+    ("diag", "expand", "new_full", "new_ones", "new_zeros", "one_hot", "pad", "repeat", "tile", "unfold", "view")
+)
+"""Operations whose result has a size that follows from numbers among their arguments. That of all others, but for the
+last two kinds, is at most what its arguments make together when they are broadcast."""
+
 FUNCTIONS: dict[str, Operation] = {
     "getattr": _attribute,
     "operator.getitem": _item,

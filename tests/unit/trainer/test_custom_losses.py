@@ -195,7 +195,7 @@ def _run(function: Any, *shapes: tuple[int, ...], **ranks: int) -> str:
     """What refuses the loss for logprobs and inputs of ones of these shapes; empty if it is computed."""
     graph = LossGraph(traced(function, **ranks))
     try:
-        graph.check([torch.ones(shape, device=META) for shape in shapes], Work())
+        graph.check([torch.ones(shape, device=META) for shape in shapes])
         graph.evaluate([torch.ones(shape) for shape in shapes], Work(), backward=True)
     except InvalidRequest as error:
         return str(error)
