@@ -405,7 +405,7 @@ CASES: list[tuple[str, Any, int, str | None]] = [
         "create_custom_loss",
         returning({"tuple": [{"ref": "sum_1"}, {"dict": {"loss:sum": {"ref": "sum_1"}}}]}),
         400,
-        None,
+        "graph.nodes[2].args",
     ),
     # Training commands
     *(

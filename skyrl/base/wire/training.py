@@ -151,12 +151,17 @@ def _from_proto(body: bytes, forward_only: bool) -> ForwardBackward:
 
 def _config(loss_fn: str, given: Mapping[str, float | str | None]) -> tuple[dict[str, float], str | None]:
     """The numbers of a configuration, and the id of the custom loss that it names."""
-    numbers = {name: value for name, value in given.items() if isinstance(value, int | float)}
-    loss_id = given.get("loss_id") if loss_fn == "custom" else None
-    if loss_fn == "custom" and not isinstance(loss_id, str):
+    numbers: dict[str, float] = {}
+    loss_id: str | None = None
+    for name, value in given.items():
+        if isinstance(value, int | float):
+            numbers[name] = value
+        elif isinstance(value, str) and (loss_fn, name) == ("custom", "loss_id"):
+            loss_id = value
+        else:
+            raise RequestError("must be a number", field=f"loss_fn_config.{name}")
+    if loss_fn == "custom" and loss_id is None:
         raise RequestError("must be the loss_id that create_custom_loss has given", field="loss_fn_config.loss_id")
-    for name in given.keys() - numbers.keys() - {"loss_id" if loss_fn == "custom" else ""}:
-        raise RequestError("must be a number", field=f"loss_fn_config.{name}")
     return numbers, loss_id
 
 

@@ -177,7 +177,7 @@ def created_custom_loss(user: User) -> None:
     for length in (count, count - 3, count - 5):
         inputs = {"weights": np.arange(length) % 2, "advantages": [0.5], "rejected": [-3.0, -4.0], "beta": 0.3}
         given = datum(user.tokens[: length + 1], **inputs)
-        spans = [types.SampledProvenanceSpan(sequence_id="q", length=length)]
+        spans: Any = [types.SampledProvenanceSpan(sequence_id="q", length=length)]
         data.append(given.with_provenance(spans, spans))
     ranks = {"logprobs": 1, "weights": 1, "advantages": 1, "rejected": 1, "beta": 0}
     trained = [user.train(seed=9) for _ in range(2)]
@@ -196,7 +196,8 @@ def created_custom_loss(user: User) -> None:
             assert all(same(logprobs_of(output, n), logprobs_of(client, n), 1e-5) for n in range(3))
         for trainer in trained:
             wait(trainer.optim_step(types.AdamParams(learning_rate=5e-3)))
-        assert same(*(user.scores(trainer) for trainer in trained), 1e-5)
+        one, other = (user.scores(trainer) for trainer in trained)
+        assert same(one, other, 1e-5)
 
 
 @feature(GROUP, "A wrong request fails with its field named, and the model goes on.")
