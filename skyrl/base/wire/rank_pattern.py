@@ -11,6 +11,8 @@ match a name is bounded. Knows no layer: the trainer refuses expressions that ma
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -106,25 +108,39 @@ def _check(pattern: dict[str, int], field: str, max_rank: int) -> None:
 
 def ways_to_match(expression: str) -> int:
     """An upper bound of the ways to match a name that a search tries in vain: a repetition of one character multiplies
-    it by the name's length, alternatives by their number. Raises ValueError for an expression with other parts than
-    characters, sets of them, groups, alternatives, and `*`, `+` and `?` after one character."""
-    ways, place, before = 1, 0, None
-    alternatives = [1]
+    it by the name's length, alternatives by how many of them may go on at the same character. Raises ValueError for an
+    expression with other parts than characters, sets of them, groups, alternatives, and `*`, `+` and `?` after one
+    character."""
+    ways, place, before = 1, 0, "or"
+    groups: list[list[str]] = [[]]
     while place < len(expression):
         found = _PART.match(expression, place)
         kind = None if found is None else found.lastgroup
-        if found is None or (kind == "repeat" and before != "character"):
+        if found is None or kind is None or (kind == "repeat" and before not in ("character", "first")):
             raise ValueError(
                 f"{expression[place:]!r} is none of: a character, a set [...], (a|b), and *, + or ? after one character"
             )
+        if before in ("open", "or"):  # the first part of an alternative
+            groups[-1].append(found[0] if kind == "character" and found[0] != "." and len(found[0]) == 1 else _ANY)
         match kind:
             case "open":
-                alternatives.append(1)
-            case "or":
-                alternatives[-1] += 1
+                groups.append([])
             case "close":
-                ways *= alternatives.pop()
+                ways *= _going_on(groups.pop())
             case "repeat":
                 ways *= 2 if found[0] == "?" else NAME_CHARS
-        place, before = found.end(), kind
-    return ways * alternatives.pop()
+                if before == "first":  # it may be left out
+                    groups[-1][-1] = _ANY
+        is_first = kind == "character" and before in ("open", "or")
+        place, before = found.end(), "first" if is_first else kind
+    if before == "or":  # the last alternative is empty
+        groups[-1].append(_ANY)
+    return ways * _going_on(groups.pop())
+
+
+_ANY = ""
+
+
+def _going_on(alternatives: Sequence[str]) -> int:
+    """How many alternatives may go on at the same character. Of each its first character, or `_ANY`."""
+    return max(1, alternatives.count(_ANY) + max(Counter(each for each in alternatives if each).values(), default=0))
