@@ -251,9 +251,11 @@ def meta_info(
 def kept_tokens(collected: Collected, kept: int) -> dict[str, str]:
     """The tokens that top-k, top-p and min-p have kept at each step, by id, as slime's SGLang tells them: int32 in
     base64, and where those of each step begin and end. vLLM was asked for `kept` alternatives, and gave those that are
-    possible. Raises VllmBroke if there are as many: then there may be more."""
+    possible. Nothing if no token was sampled. Raises VllmBroke if there are as many: then there may be more."""
     ids: list[int] = []
     ends = [0]
+    if not collected.tokens:
+        return {}
     for place, (row, token) in enumerate(zip(collected.alternatives, collected.tokens, strict=True)):
         own = sorted({token, *(each for _, each in row)})
         if len(own) >= kept:

@@ -22,7 +22,7 @@ from skyrl.trainer.device import failure_of, read_back, uploaded
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.losses import LossFunction, LossInputs, LossValue, Tally, loss_config
 from skyrl.trainer.model.logprobs import Targets
-from skyrl.trainer.passes.pass_run import MicroBatchItem, PartScore, PassShare, scorings_of
+from skyrl.trainer.passes.pass_run import MicroBatchItem, PartScore, PassShare, is_trained, scorings_of
 from skyrl.trainer.protocol import Datum
 from skyrl.trainer.rows import packing
 from skyrl.trainer.rows.pictures import text_entries
@@ -307,7 +307,8 @@ class Scores:
         for _, part, tally, counts, error in sorted(found, key=lambda each: each[0]):
             stop = start + part.entries
             for marks in outside if part.restricts else ():
-                tally.outside = int(marks[start:stop][trained_entries(part)].sum())
+                trains = any(is_trained(datum, part.loss) for datum in part.data)
+                tally.outside = int(marks[start:stop][trained_entries(part)].sum()) if trains else 0
             scores.append(PartScore(tally, by_datum(logprobs[start:stop], part.data), counts, error))
             start = stop
         return scores

@@ -162,5 +162,6 @@ def test_kept_tokens_are_the_possible_alternatives_and_the_sampled_token() -> No
         np.frombuffer(base64.b64decode(told[f"top_p_token_{name}"]), "<i4").tolist() for name in ("ids", "offsets")
     )
     assert (ids, ends) == ([4, 9, 2], [0, 2, 3])
+    assert kept_tokens(Collected(), 3) == {}, "as slime's SGLang"
     with pytest.raises(VllmBroke, match="at token 0 the logits of 2 or more tokens equal the least one"):
         kept_tokens(collected, 2)
