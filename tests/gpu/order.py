@@ -23,6 +23,7 @@ ORDER = (
     "test_engine.py",  # starts processes: the longest
     "test_benchmark.py",
     "test_prompt_logprobs.py",  # needs vLLM
+    "test_sparse.py",
 )
 
 
