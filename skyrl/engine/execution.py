@@ -115,7 +115,7 @@ def run_passes(
             outcomes[command.request_id] = failed(result, command)
         else:
             notice = ratios.notice(training_pass.model_id, result.metrics, training_pass.loss_config)
-            encoded = encode_forward_backward(result.logprobs, result.metrics | notice)
+            encoded = encode_forward_backward(result.logprobs, result.metrics | notice, result.values)
             outcomes[command.request_id] = Outcome(encoded, "proto:forward_backward")
             size = sum(len(datum.tokens) for datum in training_pass.data)
             tokens[training_pass.model_id] += size

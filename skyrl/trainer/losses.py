@@ -2,10 +2,8 @@
 it runs. Losses are sums, never means.
 
 Formulas follow the Tinker documentation's pages on losses (GSPO's clip bounds follow the GSPO paper), those of DPPO its
-paper. `lp` is the
-target's log-probability under the adapter, `q` the input `logprobs`, `A` the input `advantages`, r = exp(lp - q). A
-pass's metrics are sums over its slices in Python floats, which `Tally` turns into `name:reduction` at the end. A new
-loss needs one function and one entry in LOSSES.
+paper. `lp` is the target's log-probability under the adapter, `q` the input `logprobs`, `A` the input `advantages`,
+r = exp(lp - q). A new loss needs one function and one entry in LOSSES.
 
 Each error of a check names the field, the datum and what is allowed. Checks read arrays and the model's limits; they
 need no torch tensors and no model. Knows nothing of models, batches or the wire.
@@ -14,7 +12,7 @@ need no torch tensors and no model. Knows nothing of models, batches or the wire
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor
 
 from skyrl.base.wire.errors import whose_vocabulary
+from skyrl.trainer import critic
 from skyrl.trainer.protocol import Datum, InvalidRequest, ModelLimits, TrainingPass
 from skyrl.trainer.rows.pictures import check_picture_targets, check_pictures
 from skyrl.trainer.rows.routed_experts import FIELD, check_routed_experts
@@ -47,12 +46,15 @@ class LossInputs:
 @dataclass(frozen=True)
 class LossValue:
     """terms: [M], the loss of each entry. log_ratio, clipped: [M], for metrics, if the loss has them. metrics: of a
-    custom loss, float64 [M]."""
+    custom loss, float64 [M]. value_terms, value_clipped: [M], of a critic; `value_coef` times the first is in the
+    terms."""
 
     terms: Tensor
     log_ratio: Tensor | None = None
     clipped: Tensor | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    value_terms: Tensor | None = None
+    value_clipped: Tensor | None = None
 
     @property
     def total(self) -> Tensor:
@@ -70,8 +72,9 @@ class Loss:
 
     `per_target`: target_tokens may be [N, K], and then all inputs are. `trained`: an input; where it is 0 the loss has
     no gradient. None: the loss may have a gradient everywhere. `ratio_mask`: an input that must not be all zero
-    for a datum with advantages. `notice`: a metric, 1.0 in every pass, that names the loss computed in place of the
-    requested loss. `check_inputs`: of a custom loss, in place of the check of `required` and `optional`.
+    for a datum with advantages. `takes_critic`: a pass may add a critic's inputs. `notice`: a metric, 1.0 in every
+    pass, that names the loss computed in place of the requested loss. `check_inputs`: of a custom loss, in place of the
+    check of `required` and `optional`.
     """
 
     function: LossFunction
@@ -81,8 +84,34 @@ class Loss:
     per_target: bool = False
     trained: str | None = None
     ratio_mask: str | None = None
+    takes_critic: bool = False
     notice: str | None = None
     check_inputs: Callable[[Datum], None] | None = None
+
+    @property
+    def has_critic(self) -> bool:
+        return critic.MASK in self.required
+
+    def of(self, data: Sequence[Datum]) -> Loss:
+        """The loss of these sequences of a pass: with a critic's inputs and settings if they have such inputs."""
+        if not self.takes_critic or not critic.is_sent(data):
+            return self
+        config = {**self.config, **critic.LOSS_CONFIG}
+        if critic.is_sent(data, critic.REWARDS):
+            own = tuple(name for name in self.required if name != "advantages")
+            required = (*own, critic.VALUES, critic.REWARDS, critic.MASK)
+            return replace(self, required=required, config={**config, **critic.GAE_CONFIG})
+        return replace(self, required=(*self.required, critic.VALUES, critic.RETURNS, critic.MASK), config=config)
+
+    def value(self, lp: Tensor, inputs: LossInputs, config: Mapping[str, float], values: Tensor | None) -> LossValue:
+        """values: [M], of a critic."""
+        found = self.function(lp, inputs, config)
+        if values is None:
+            return found
+        terms, clipped = critic.value_loss(values, inputs.tensors, config)
+        return replace(
+            found, terms=found.terms + config["value_coef"] * terms, value_terms=terms, value_clipped=clipped
+        )
 
 
 def cross_entropy(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
@@ -179,13 +208,20 @@ def dppo_kl(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> Loss
 
 
 _RL = ("logprobs", "advantages")
+
+
+def _policy(function: LossFunction, **config: float) -> Loss:
+    """A loss of the policy's ratios, one for each token."""
+    return Loss(function, _RL, config=config, trained="advantages", takes_critic=True)
+
+
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(cross_entropy, optional={"weights": 1.0}, per_target=True, trained="weights"),
-    "importance_sampling": Loss(importance_sampling, _RL, trained="advantages"),
-    "ppo": Loss(ppo, _RL, config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, trained="advantages"),
-    "cispo": Loss(cispo, _RL, config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, trained="advantages"),
-    "dppo": Loss(dppo, _RL, config={"delta_low": 0.2, "delta_high": 0.2}, trained="advantages"),
-    "dppo_kl": Loss(dppo_kl, _RL, config={"delta_low": 0.05, "delta_high": 0.05}, trained="advantages"),
+    "importance_sampling": _policy(importance_sampling),
+    "ppo": _policy(ppo, clip_low_threshold=0.8, clip_high_threshold=1.2),
+    "cispo": _policy(cispo, clip_low_threshold=0.0, clip_high_threshold=4.0),
+    "dppo": _policy(dppo, delta_low=0.2, delta_high=0.2),
+    "dppo_kl": _policy(dppo_kl, delta_low=0.05, delta_high=0.05),
     "dro": Loss(dro, _RL, config={"beta": 0.05}),
     "gspo": Loss(
         gspo,
@@ -210,82 +246,17 @@ def served_losses(stable_reinforce: Literal["refuse", "cispo"]) -> dict[str, Los
     return {**LOSSES, "stable_reinforce": replace(LOSSES["cispo"], notice="stable_reinforce_is_cispo:max")}
 
 
-@dataclass
-class Tally:
-    """Sums over the slices of one pass. `active`: the number of entries with a non-zero advantage, which ratio
-    statistics are over; None for losses without advantages. `weights`: the sum of the weights of cross_entropy, NaN if
-    one of them is negative; None for losses without weights. `custom`: the sums of a custom loss's metrics. `outside`:
-    of the entries that are trained, those whose target is not among the tokens that it is scored over; None where
-    nothing is left out of the vocabulary."""
-
-    loss: float = 0.0
-    tokens: int = 0
-    rows: int = 0
-    active: int | None = None
-    ratio: float = 0.0
-    ratio_max: float = -math.inf
-    kl: float = 0.0
-    clipped: float | None = None
-    weights: float | None = None
-    custom: dict[str, float] = field(default_factory=dict)
-    outside: int | None = None
-
-    def add_all(self, other: Tally) -> None:
-        """Add the sums of other slices of the same pass."""
-        self.loss += other.loss
-        self.tokens += other.tokens
-        self.rows += other.rows
-        if other.active is not None:
-            self.active = (self.active or 0) + other.active
-        self.ratio += other.ratio
-        self.ratio_max = max(self.ratio_max, other.ratio_max)
-        self.kl += other.kl
-        if other.clipped is not None:
-            self.clipped = (self.clipped or 0.0) + other.clipped
-        if other.weights is not None:
-            self.weights = (self.weights or 0.0) + other.weights
-        for name, value in other.custom.items():
-            self.custom[name] = self.custom.get(name, 0.0) + value
-        if other.outside is not None:
-            self.outside = (self.outside or 0) + other.outside
-
-    def metrics(self) -> dict[str, float]:
-        """`loss:sum`, `num_tokens:sum`, `computed_tokens:sum`; of a pass that is scored over what it was sampled from
-        also `outside_tokens:sum`; with weights also `weights:sum`, unless one is negative;
-        with advantages also `active_tokens:sum`, `ratio:sum`, `kl:sum`; with clipping also `clipped:sum`. Where one
-        advantage is not 0 also `ratio:mean`, `ratio:max`, `kl:mean`; with clipping also `clip_fraction:mean`.
-
-        `kl:mean` is mean(q - lp): the sampler's divergence from the trainer, estimated on the sampled tokens. For gspo
-        q - lp is the mean of its sequence. The SDK weighs the means of a request's chunks by their numbers of
-        sequences; sums combine exactly.
-        """
-        metrics = {
-            "loss:sum": self.loss,
-            "num_tokens:sum": float(self.tokens),
-            "computed_tokens:sum": float(self.rows),
-        }
-        if self.outside is not None:
-            metrics["outside_tokens:sum"] = float(self.outside)
-        if self.weights is not None and not math.isnan(self.weights):
-            metrics["weights:sum"] = self.weights
-        if self.active is not None:
-            metrics |= {"active_tokens:sum": float(self.active), "ratio:sum": self.ratio, "kl:sum": self.kl}
-            if self.clipped is not None:
-                metrics["clipped:sum"] = self.clipped
-        if self.active:
-            metrics |= {
-                "ratio:mean": self.ratio / self.active,
-                "ratio:max": self.ratio_max,
-                "kl:mean": self.kl / self.active,
-            }
-            if self.clipped is not None:
-                metrics["clip_fraction:mean"] = self.clipped / self.active
-        return metrics
-
-
-def check_pass(training_pass: TrainingPass, limits: ModelLimits, losses: Mapping[str, Loss]) -> None:
-    """Raise InvalidRequest: unknown loss or key, wrong shape, dtype or value, tokens or lengths beyond the model."""
-    loss = known_loss(training_pass.loss_fn, losses)
+def check_pass(
+    training_pass: TrainingPass, limits: ModelLimits, losses: Mapping[str, Loss], *, value_head: bool = False
+) -> None:
+    """Raise InvalidRequest: unknown loss or key, wrong shape, dtype or value, tokens or lengths beyond the model.
+    `value_head`: whether the model has one."""
+    loss = known_loss(training_pass.loss_fn, losses).of(training_pass.data)
+    if loss.has_critic and not value_head:
+        raise InvalidRequest(
+            f"loss_fn_inputs: {', '.join(loss.required[-3:])} need a value head, and this model has none; create it "
+            'with user_metadata={"value_head": "true"}'
+        )
     loss_config(training_pass.loss_fn, loss, training_pass.loss_config)
     sampled_from = SampledFrom.of(training_pass.loss_config)
     if not training_pass.data:
@@ -299,7 +270,9 @@ def check_pass(training_pass: TrainingPass, limits: ModelLimits, losses: Mapping
                 _check_inputs(datum, training_pass.loss_fn, loss)
             else:
                 loss.check_inputs(datum)
-            check_picture_targets(datum, _zero_at_pictures(loss))
+            if loss.has_critic:
+                critic.check_inputs(datum)
+            check_picture_targets(datum, zero_at_pictures(loss))
             if FIELD in datum.loss_inputs:
                 check_routed_experts(datum, limits.mixture)
             check_kept_tokens(datum, sampled_from, limits.vocab_size)
@@ -329,6 +302,8 @@ def loss_config(name: str, loss: Loss, requested: Mapping[str, float]) -> dict[s
     config = {**loss.config, **requested}
     if "clip_low_threshold" in config:
         _check_clip_bounds(config["clip_low_threshold"], config["clip_high_threshold"])
+    if loss.has_critic:
+        critic.check_config(config)
     return config
 
 
@@ -366,12 +341,13 @@ def _check_ids(field: str, ids: np.ndarray, limits: ModelLimits) -> None:
         raise InvalidRequest(f"{field}: token id {wrong[0]} is outside {allowed}")
 
 
-_SAMPLED = "logprobs"
-"""The one input of losses that may be anything where nothing is trained."""
+_SAMPLED = ("logprobs", critic.VALUES, critic.RETURNS)
+"""The inputs of losses that may be anything where nothing is trained."""
 
 
-def _zero_at_pictures(loss: Loss) -> list[str]:
-    return [name for name in (*loss.required, *loss.optional) if name != _SAMPLED]
+def zero_at_pictures(loss: Loss) -> list[str]:
+    """The inputs that must be 0 where the target is a token of a picture."""
+    return [name for name in (*loss.required, *loss.optional) if name not in _SAMPLED]
 
 
 def _check_targets(datum: Datum, name: str, loss: Loss, limits: ModelLimits) -> None:

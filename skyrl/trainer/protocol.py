@@ -116,10 +116,12 @@ class TrainingPass:
 @dataclass(frozen=True)
 class PassResult:
     """`logprobs[i]`: float32, same shape as datum i's target_tokens, at temperature 1 over the whole vocabulary unless
-    the pass says what the targets were sampled from. `metrics`: `name:reduction`."""
+    the pass says what the targets were sampled from. `metrics`: `name:reduction`. `values[i]`: float32 [N], of the
+    states before each target; None for a model without a value head."""
 
     logprobs: list[npt.NDArray[np.float32]]
     metrics: dict[str, float]
+    values: list[npt.NDArray[np.float32]] | None = None
 
 
 class Backend(Protocol):

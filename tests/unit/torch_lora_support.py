@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,28 @@ def rl(seed: int, *lengths: int) -> list[Datum]:
         inputs = {"target_tokens": text[1:], "logprobs": logprobs, "advantages": advantages}
         data.append(Datum(text[:-1], inputs))
     return data
+
+
+def with_returns(data: Sequence[Datum], seed: int = 0) -> list[Datum]:
+    """With inputs of a critic: positions with an advantage are in its mask, but for a few."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for datum in data:
+        size = len(datum.tokens)
+        mask = ((datum.loss_inputs["advantages"] != 0) & (rng.random(size) < 0.9)).astype(np.float32)
+        values, returns = (rng.normal(size=size).astype(np.float32) * 0.3 for _ in range(2))
+        made.append(Datum(datum.tokens, datum.loss_inputs | {"values": values, "returns": returns, "mask": mask}))
+    return made
+
+
+def with_rewards(data: Sequence[Datum], seed: int = 0) -> list[Datum]:
+    made = []
+    for datum in with_returns(data, seed):
+        inputs = dict(datum.loss_inputs)
+        inputs["rewards"] = inputs["mask"] * inputs.pop("returns")
+        del inputs["advantages"]
+        made.append(Datum(datum.tokens, inputs))
+    return made
 
 
 def cut(datum: Datum, length: int) -> Datum:

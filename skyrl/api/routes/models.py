@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -26,6 +26,22 @@ from skyrl.storage.db.full_weights import check_place
 from skyrl.storage.db.models import Model, add_model
 
 
+def asks_for_value_head(user_metadata: Mapping[str, Any] | None, *, full: bool) -> bool:
+    """Whether a model's metadata ask for a value head. They are free but for this key: the SDK has no field for it.
+    `full`: the whole model is trained. Raises RequestError."""
+    asked = (user_metadata or {}).get("value_head", False)
+    if asked is False or asked == "false":
+        return False
+    if asked is not True and asked != "true":
+        raise RequestError(f"must be 'true' or 'false', got {asked!r}", field="user_metadata.value_head")
+    if full:
+        raise RequestError(
+            "must be 'false': only adapters have value heads, and this is full fine-tuning",
+            field="user_metadata.value_head",
+        )
+    return True
+
+
 def check_optimizer(optimizer: OptimizerConfig | None) -> None:
     """Raises RequestError for all but AdamW."""
     if optimizer is None or optimizer.type == "adamw":
@@ -34,7 +50,7 @@ def check_optimizer(optimizer: OptimizerConfig | None) -> None:
     raise RequestError(f"{optimizer.type!r} is not served{why}; there is: adamw", field="optimizer_config.type")
 
 
-def _lora_spec(lora: LoraConfig, metadata: dict[str, Any] | None, served: ServedModel) -> LoraSpec:
+def _lora_spec(lora: LoraConfig, metadata: dict[str, Any] | None, served: ServedModel, *, value_head: bool) -> LoraSpec:
     """The adapter, or the whole model, that the request asks for. Raises RequestError naming the field."""
     limits = served.config.backend_config.lora
     rank_pattern = rank_pattern_of(lora, metadata, limits.max_lora_rank)
@@ -68,6 +84,7 @@ def _lora_spec(lora: LoraConfig, metadata: dict[str, Any] | None, served: Served
         train_mlp=lora.train_mlp,
         train_unembed=lora.train_unembed,
         rank_pattern=rank_pattern,
+        value_head=value_head,
     )
 
 
@@ -123,12 +140,13 @@ def model_routes(services: Services) -> Routes:
         check_optimizer(body.optimizer_config)
         if not 0 <= body.model_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="model_seq_id")
+        value_head = asks_for_value_head(body.user_metadata, full=served.config.full_finetuning)
         model = Model(
             id=model_id_of(session.id, body.model_seq_id),
             session_id=session.id,
             tenant=tenant,
             base_model=body.base_model,
-            lora=_lora_spec(body.lora_config or LoraConfig(), body.user_metadata, served),
+            lora=_lora_spec(body.lora_config or LoraConfig(), body.user_metadata, served, value_head=value_head),
             user_metadata=body.user_metadata,
         )
         await free_place(model, services)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 from starlette.responses import Response
 
 from skyrl.api.call import Body, Call, reply
-from skyrl.api.routes.models import check_new_model, check_optimizer, described, free_place
+from skyrl.api.routes.models import asks_for_value_head, check_new_model, check_optimizer, described, free_place
 from skyrl.api.routes.training import command_of, submit, submit_sequenced
 from skyrl.api.routing import Routes
 from skyrl.api.served import ServedModel
@@ -106,6 +108,7 @@ def weight_routes(services: Services) -> Routes:
         saved = await services.checkpoints.find(path, reader or tenant)
         if saved is None or path.kind != "weights":
             raise NotFound(f"no training checkpoint {new_model.path!r}", field="path")
+        wants_head = asks_for_value_head(new_model.user_metadata, full=saved.lora.is_full)
         base_model = new_model.base_model or saved.base_model
         served = services.served.for_checkpoint(saved.base_model, new_model.base_model)
         model = Model(
@@ -113,7 +116,7 @@ def weight_routes(services: Services) -> Routes:
             session_id=session.id,
             tenant=tenant,
             base_model=base_model,
-            lora=saved.lora,
+            lora=replace(saved.lora, value_head=saved.lora.value_head or wants_head),
             user_metadata=new_model.user_metadata,
         )
         check_mode(saved, served)

@@ -114,7 +114,8 @@ class LoraSpec:
 
     `alpha / rank` scales the adapter's update. `seed` fixes the first values of lora_A; lora_B starts at 0. The three
     flags say which parts of the base model the adapter changes. Layers of the `rank_pattern` have another rank, and are
-    scaled by it. Rank 0 is full fine-tuning: all parameters are trained.
+    scaled by it. Rank 0 is full fine-tuning: all parameters are trained. `value_head`: the adapter also has a critic's
+    value head, which samplers never see.
     """
 
     rank: int
@@ -124,6 +125,7 @@ class LoraSpec:
     train_mlp: bool = True
     train_unembed: bool = True
     rank_pattern: RankPattern = ()
+    value_head: bool = False
 
     @property
     def is_full(self) -> bool:

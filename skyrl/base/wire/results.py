@@ -107,8 +107,13 @@ def add_prompt(sequences: bytes, prompt: bytes) -> bytes:
     return merged.SerializeToString()
 
 
-def encode_forward_backward(logprobs: list[npt.NDArray[np.float32]], metrics: dict[str, float]) -> bytes:
-    """A ForwardBackwardOutput. `logprobs` holds [N] or [N, K] per datum; neighbours of equal width K share a record."""
+def encode_forward_backward(
+    logprobs: list[npt.NDArray[np.float32]],
+    metrics: dict[str, float],
+    values: list[npt.NDArray[np.float32]] | None = None,
+) -> bytes:
+    """A ForwardBackwardOutput. `logprobs` holds [N] or [N, K] per datum; neighbours of equal width K share a record.
+    `values` holds [N] per datum."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
     start = 0
     while start < len(logprobs):
@@ -116,15 +121,19 @@ def encode_forward_backward(logprobs: list[npt.NDArray[np.float32]], metrics: di
         end = start
         while end < len(logprobs) and logprobs[end].shape[1:] == trailing:
             end += 1
-        group = logprobs[start:end]
-        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(group))
-        field = record.fields["logprobs"]
-        field.data = b"".join(np.ascontiguousarray(array, np.float32).tobytes() for array in group)
-        field.offsets = np.cumsum([0, *(array.size * 4 for array in group)], dtype=np.int64).tobytes()
-        field.dtype = pb.FLOAT32
-        field.trailing_shape.extend(trailing)
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=end - start)
+        _batch(record.fields["logprobs"], logprobs[start:end], trailing)
+        if values is not None:
+            _batch(record.fields["values"], values[start:end], ())
         start = end
     return message.SerializeToString()
+
+
+def _batch(field: pb.BatchedTensor, arrays: list[npt.NDArray[np.float32]], trailing: tuple[int, ...]) -> None:
+    field.data = b"".join(np.ascontiguousarray(array, np.float32).tobytes() for array in arrays)
+    field.offsets = np.cumsum([0, *(array.size * 4 for array in arrays)], dtype=np.int64).tobytes()
+    field.dtype = pb.FLOAT32
+    field.trailing_shape.extend(trailing)
 
 
 def encode_json(value: Any) -> bytes:
@@ -179,18 +188,22 @@ def _forward_backward_to_json(body: bytes) -> dict[str, Any]:
     message = pb.ForwardBackwardOutput.FromString(body)
     outputs = []
     for record in message.loss_fn_outputs:
-        field = record.fields["logprobs"]
-        offsets = np.frombuffer(field.offsets, np.int64)
-        for index in range(record.num_datums):
-            array = np.frombuffer(field.data[offsets[index] : offsets[index + 1]], np.float32)
-            shape = [-1, *field.trailing_shape] if field.trailing_shape else [-1]
-            shaped = array.reshape(shape)
-            outputs.append({"logprobs": {"data": array.tolist(), "dtype": "float32", "shape": list(shaped.shape)}})
+        outputs += [
+            {name: _datum_json(field, index) for name, field in record.fields.items()}
+            for index in range(record.num_datums)
+        ]
     return {
         "loss_fn_output_type": message.loss_fn_output_type,
         "loss_fn_outputs": outputs,
         "metrics": dict(message.metrics),
     }
+
+
+def _datum_json(field: pb.BatchedTensor, index: int) -> dict[str, Any]:
+    start, stop = np.frombuffer(field.offsets, np.int64)[index : index + 2].tolist()
+    array = np.frombuffer(field.data[start:stop], np.float32)
+    shape = array.reshape([-1, *field.trailing_shape]).shape
+    return {"data": array.tolist(), "dtype": "float32", "shape": list(shape)}
 
 
 def to_json(body: bytes, result_format: str) -> bytes:

@@ -47,6 +47,7 @@ def lora_of(row: Any) -> LoraSpec:
         train_mlp=row.train_mlp,
         train_unembed=row.train_unembed,
         rank_pattern=tuple((pattern, rank) for pattern, rank in row.rank_pattern or ()),
+        value_head=row.value_head,
     )
 
 
@@ -60,4 +61,5 @@ def lora_values(lora: LoraSpec) -> dict[str, Any]:
         "train_mlp": lora.train_mlp,
         "train_unembed": lora.train_unembed,
         "rank_pattern": lora.rank_pattern or None,
+        "value_head": lora.value_head,
     }

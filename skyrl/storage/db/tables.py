@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Boolean,
     Column,
     Index,
     Integer,
@@ -14,6 +15,7 @@ from sqlalchemy import (
     PrimaryKeyConstraint,
     Text,
     UniqueConstraint,
+    false,
     text,
 )
 from sqlmodel import Field, SQLModel
@@ -66,6 +68,7 @@ class ModelRow(SQLModel, table=True):
     train_mlp: bool
     train_unembed: bool
     rank_pattern: list[tuple[str, int]] | None = Field(default=None, sa_column=Column(JSON(none_as_null=True)))
+    value_head: bool = Field(default=False, sa_column=Column(Boolean, nullable=False, server_default=false()))
     user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
     sampler_version: int = 0
     versions_taken: int = Field(default=0, sa_column=Column(Integer, nullable=False, server_default="0"))
@@ -248,6 +251,7 @@ class CheckpointRow(SQLModel, table=True):
     train_mlp: bool
     train_unembed: bool
     rank_pattern: list[tuple[str, int]] | None = Field(default=None, sa_column=Column(JSON(none_as_null=True)))
+    value_head: bool = Field(default=False, sa_column=Column(Boolean, nullable=False, server_default=false()))
     size_bytes: int = Field(sa_column=Column(BigInteger, nullable=False))
     public: bool = False
     user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))

@@ -38,7 +38,7 @@ def with_custom(losses: Mapping[str, Loss], training_pass: TrainingPass) -> Mapp
 
 def loss_of(training_pass: TrainingPass, losses: Mapping[str, Loss]) -> Loss:
     """The loss of a checked pass."""
-    return with_custom(losses, training_pass)[training_pass.loss_fn]
+    return with_custom(losses, training_pass)[training_pass.loss_fn].of(training_pass.data)
 
 
 class _Checks:

@@ -29,6 +29,7 @@ class Buffers(ABC):
     name."""
 
     shapes: dict[str, tuple[int, ...]]
+    has_value_head = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -59,7 +60,12 @@ class Buffers(ABC):
 
 
 LoraPair = tuple[Tensor, Tensor]
-"""lora_A [rank, in_features] and lora_B [out_features, rank]; of experts, both with [experts, ...] before."""
+"""lora_A [rank, in_features] and lora_B [out_features, rank]; of experts, both with [experts, ...] before. Of the value
+head, its weight [1, in_features] and its bias [1]."""
+
+VALUE_HEAD = "value_head"
+"""A critic's value head among an adapter's targets: a linear layer from the states that lm_head reads to one number.
+No layer of the base model is below it."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,18 @@ class Target:
     out_features: int
     experts: int | None = None
 
+    @property
+    def matrices(self) -> tuple[str, str]:
+        """The names of the pair that is trained."""
+        parts = ("weight", "bias") if self.name == VALUE_HEAD else ("lora_A", "lora_B")
+        return f"{self.name}.{parts[0]}", f"{self.name}.{parts[1]}"
+
+
+def with_value_head(targets: Sequence[Target], hidden: int) -> tuple[Target, ...]:
+    """The targets, and a value head before those of experts: it is on every rank. hidden: what lm_head reads."""
+    linears = sum(target.experts is None for target in targets)
+    return (*targets[:linears], Target(VALUE_HEAD, hidden, 1), *targets[linears:])
+
 
 def _ranks(spec: LoraSpec, targets: Sequence[Target]) -> tuple[int, ...]:
     return ranks_of(spec.rank, spec.rank_pattern, [target.name for target in targets])
@@ -82,8 +100,12 @@ def whole_shapes(spec: LoraSpec, targets: Sequence[Target]) -> dict[str, tuple[i
     shapes: dict[str, tuple[int, ...]] = {}
     for target, rank in zip(targets, _ranks(spec, targets), strict=True):
         first = () if target.experts is None else (target.experts,)
-        shapes[f"{target.name}.lora_A"] = (*first, rank, target.in_features)
-        shapes[f"{target.name}.lora_B"] = (*first, target.out_features, rank)
+        name_a, name_b = target.matrices
+        if target.name == VALUE_HEAD:
+            shapes[name_a], shapes[name_b] = (1, target.in_features), (1,)
+        else:
+            shapes[name_a] = (*first, rank, target.in_features)
+            shapes[name_b] = (*first, target.out_features, rank)
     return shapes
 
 
@@ -91,7 +113,8 @@ class Adapter(Buffers):
     """Weights of one LoRA adapter over `targets`, with their gradient, moments and step count.
 
     lora_A is drawn as in PEFT, kaiming_uniform(a=sqrt(5)), which is uniform within 1/sqrt(in_features), from a
-    generator seeded with `spec.seed`; lora_B is zero. The draw depends only on the seed, the ranks and the targets.
+    generator seeded with `spec.seed`; lora_B is zero. The draw depends only on the seed, the ranks and the targets. A
+    value head is zero.
     """
 
     def __init__(
@@ -107,6 +130,7 @@ class Adapter(Buffers):
         drawn as if it had all of them."""
         self.spec = spec
         self.targets = tuple(targets)
+        self.has_value_head = any(target.name == VALUE_HEAD for target in self.targets)
         super().__init__(device)
         self._share = share
         self.shapes = {name: share.part(shape) for name, shape in whole_shapes(spec, self.targets).items()}
@@ -154,14 +178,18 @@ class Adapter(Buffers):
     def leaves(self, requires_grad: bool, dtype: torch.dtype = torch.float32) -> dict[str, LoraPair]:
         """New autograd leaves, by target name: float32 ones share the weights' memory. Each slice of a pass gets its
         own set. Those of another `dtype` are copies, made at once for all layers. An adapter on experts has float32
-        leaves in any case: a copy of all its matrices would need much memory."""
+        leaves in any case: a copy of all its matrices would need much memory. So has a value head: bfloat16 has too few
+        digits for returns."""
         flat = self.weights.detach()
         if not any(target.experts for target in self.targets):
             flat = flat.to(dtype)
         views = self.views(flat)
+        if self.has_value_head:
+            exact = self.views(self.weights.detach())
+            views |= {name: exact[name] for t in self.targets if t.name == VALUE_HEAD for name in t.matrices}
         if requires_grad:
             views = {name: view.detach().requires_grad_() for name, view in views.items()}
-        return {t.name: (views[f"{t.name}.lora_A"], views[f"{t.name}.lora_B"]) for t in self.targets}
+        return {t.name: (views[t.matrices[0]], views[t.matrices[1]]) for t in self.targets}
 
     @property
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:

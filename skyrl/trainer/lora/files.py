@@ -7,6 +7,8 @@ has gate and up in one tensor of all experts, PEFT trains that tensor itself (`t
 PEFT writes: for the experts `<experts>`, the pair of `gate_up_proj` as `<experts>.base_layer`, and the pair of
 `down_proj` as `<experts>`, because one wraps the other. lora_A is [experts * rank, inputs] with the expert first,
 lora_B [outputs, rank * experts] with the rank first. Elsewhere a pair is `<experts>.<number>.<projection>`.
+
+A value head has a file of its own beside the optimizer's: neither PEFT nor vLLM knows one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer.lora.adapter import Adapter, Target
+from skyrl.trainer.lora.adapter import VALUE_HEAD, Adapter, Target, with_value_head
 from skyrl.trainer.lora.rank_pattern import ranks_of, written_pattern
 from skyrl.trainer.protocol import InvalidRequest
 
@@ -33,6 +35,8 @@ PEFT_JSON, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 FORMAT_1_TENSORS = "state.safetensors"
 """Weights and optimizer in one file, as `weights.<module>.lora_A`: still read, no longer written."""
 OPTIMIZER_PARTS = ("exp_avg", "exp_avg_sq", "gradient")
+VALUE_HEAD_TENSORS = "value_head.safetensors"
+"""`value_head.weight` [1, hidden] and `value_head.bias` [1], float32."""
 _TRAIN_FLAGS = ("train_attn", "train_mlp", "train_unembed")
 _PEFT_PREFIX, _PEFT_SUFFIX = "base_model.model.", ".weight"
 _LANGUAGE_MODEL = "language_model."
@@ -42,9 +46,12 @@ _OF_TOWERS = r"(?!.*(language_model|lm_head)).*"
 
 
 def save_state(adapter: Adapter, base_model: str, directory: Path) -> None:
-    """Write the adapter in PEFT format, and the moments and the pending gradient if the adapter has them: float32
-    tensors named `<part>.<module>.lora_A`."""
+    """Write the adapter in PEFT format, its value head if it has one, and the moments and the pending gradient if the
+    adapter has them: float32 tensors named `<part>.<module>.lora_A`."""
     save_adapter(adapter, base_model, directory)
+    if adapter.has_value_head:
+        head = {name: view.cpu() for name, view in adapter.views(adapter.weights).items() if is_of_head(name)}
+        save_file(head, directory / VALUE_HEAD_TENSORS)
     tensors: dict[str, Tensor] = {}
     parts = []
     for part in OPTIMIZER_PARTS:
@@ -66,14 +73,16 @@ def save_state(adapter: Adapter, base_model: str, directory: Path) -> None:
 
 def load_state(adapter: Adapter, directory: Path, trainable: Sequence[Target], *, optimizer: bool) -> Adapter:
     """The saved adapter, on the device of `adapter`, which stays as it is: weights, and with `optimizer` also moments,
-    step count and pending gradient.
+    step count and pending gradient. Without `optimizer`, one with a value head may begin with an adapter that has none:
+    its head is zero.
 
     It trains the layers that it was saved with. Under equal train flags these may be others than those of `adapter`: in
     a mixture of experts the server's setting decides. `trainable`: the layers that adapters of this base model can
     train.
 
-    Raises InvalidRequest when the saved adapter has other ranks or another alpha, other train flags, or layers that are
-    not trainable; OSError, ValueError or SafetensorError when files are missing or damaged.
+    Raises InvalidRequest when the saved adapter has other ranks or another alpha, other train flags, layers that are
+    not trainable, or a value head that one of both has and the other has not; OSError, ValueError or SafetensorError
+    when files are missing or damaged.
     """
     description: dict[str, Any] = json.loads((directory / STATE_JSON).read_text())
     if "lora" not in description:
@@ -84,8 +93,13 @@ def load_state(adapter: Adapter, directory: Path, trainable: Sequence[Target], *
         saved, own = description["lora"][key], getattr(adapter.spec, key)
         if saved != own:
             raise InvalidRequest(f"lora_config.{key}: the saved adapter has {saved}, this model has {own}")
+    has_head = bool(description["lora"].get("value_head"))
+    _check_value_head(adapter, has_head, optimizer=optimizer)
     layers = _saved_layers(adapter, description, trainable)
     _check_ranks(adapter.spec, description, layers)
+    if adapter.has_value_head:
+        (head,) = (target for target in adapter.targets if target.name == VALUE_HEAD)
+        layers = with_value_head(layers, head.in_features)
     adapter = Adapter(adapter.spec, layers, adapter.device, drawn=False)
     if description["format"] == 1:
         stored = load_file(directory / FORMAT_1_TENSORS)
@@ -97,6 +111,10 @@ def load_state(adapter: Adapter, directory: Path, trainable: Sequence[Target], *
         weights = _with_joined_experts(adapter, named)
         parts = description["parts"]
         stored = load_file(directory / OPTIMIZER_TENSORS) if optimizer and parts else {}
+    if has_head:
+        weights |= load_file(directory / VALUE_HEAD_TENSORS)
+    elif adapter.has_value_head:
+        weights |= {name: torch.zeros(shape) for name, shape in adapter.shapes.items() if is_of_head(name)}
     packed = adapter.pack(weights)
     loaded = {part: adapter.pack(_part(stored, part)) for part in parts} if optimizer else {}
     step = int(description["step"]) if optimizer else 0
@@ -104,10 +122,22 @@ def load_state(adapter: Adapter, directory: Path, trainable: Sequence[Target], *
     return adapter
 
 
+def _check_value_head(adapter: Adapter, saved: bool, *, optimizer: bool) -> None:
+    if saved and not adapter.has_value_head:
+        raise InvalidRequest(
+            "path: the saved adapter has a value head, and this model has none; create it with "
+            'user_metadata={"value_head": "true"}'
+        )
+    if adapter.has_value_head and not saved and optimizer:
+        raise InvalidRequest(
+            "optimizer: must be false: this model has a value head, and the saved adapter and its optimizer have none"
+        )
+
+
 def _saved_layers(adapter: Adapter, description: dict[str, Any], trainable: Sequence[Target]) -> Sequence[Target]:
     saved = description["targets"]
     if saved == _names(adapter):
-        return adapter.targets
+        return [target for target in adapter.targets if target.name != VALUE_HEAD]
     if any(description["lora"][flag] != getattr(adapter.spec, flag) for flag in _TRAIN_FLAGS):
         differing = sorted(set(saved) ^ set(_names(adapter)))
         raise InvalidRequest(
@@ -139,11 +169,12 @@ def _check_ranks(own: LoraSpec, description: dict[str, Any], layers: Sequence[Ta
 
 def save_adapter(adapter: Adapter, base_model: str, directory: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write the adapter in PEFT format: tensors `base_model.model.<module>.lora_A.weight`, rounded to the nearest
-    `dtype`. Of experts, as `expert_files` says."""
+    `dtype`. Of experts, as the module says. Without a value head."""
     fused = fused_experts(adapter.targets)
     tensors = {
         f"{_PEFT_PREFIX}{of_file}{_PEFT_SUFFIX}": matrix.detach().to("cpu", dtype).contiguous()
         for name, view in adapter.views(adapter.weights).items()
+        if not is_of_head(name)
         for of_file, matrix in ({name: view} if view.ndim == 2 else split(name, view, fused)).items()
     }
     save_file(tensors, directory / PEFT_TENSORS, metadata={"format": "pt"})
@@ -171,7 +202,7 @@ def save_adapter(adapter: Adapter, base_model: str, directory: Path, dtype: torc
 def _peft_targets(adapter: Adapter, fused: frozenset[str]) -> dict[str, list[str] | str]:
     """By the last part of a module's name; of fused experts, by the last parts of their parameters' names. Modules of
     what sees and hears, which may have the same names, are left out."""
-    named = [target.name.rpartition(".") for target in adapter.targets]
+    named = [name.rpartition(".") for name in _names(adapter)]
     modules = {leaf for module, _, leaf in named if module not in fused}
     parameters = {".".join([*module.rsplit(".", 2)[-2:], leaf]) for module, _, leaf in named if module in fused}
     # gate_up_proj comes first: PEFT then names its pair `base_layer`
@@ -208,8 +239,14 @@ def _part(stored: dict[str, Tensor], part: str) -> dict[str, Tensor]:
     return {name.removeprefix(f"{part}."): tensor for name, tensor in stored.items() if name.startswith(f"{part}.")}
 
 
+def is_of_head(name: str) -> bool:
+    """Whether one of an adapter's matrices, by name, is the value head's."""
+    return name.startswith(f"{VALUE_HEAD}.")
+
+
 def _names(adapter: Adapter) -> list[str]:
-    return [target.name for target in adapter.targets]
+    """Of the layers of the base model that the adapter changes."""
+    return [target.name for target in adapter.targets if target.name != VALUE_HEAD]
 
 
 FUSED = "gate_up_proj"

@@ -192,7 +192,8 @@ class LoraSegment:
     layers in `own_scales`.
 
     With a `stack`, the rows belong to several adapters, and `ends` says to which, as in `StackedUpdate`. Then the pairs
-    are the stack's leaves; the scales are multiplied into them."""
+    are the stack's leaves; the scales are multiplied into them. `value_rows`: int64 [positions], for each position of
+    its sequences the row whose state has the value; None without a value head."""
 
     start: int
     stop: int
@@ -201,11 +202,23 @@ class LoraSegment:
     ends: Tensor | None = None
     stack: AdapterStack | None = None
     own_scales: Mapping[str, float] = field(default_factory=dict)
+    value_rows: Tensor | None = None
 
     @classmethod
-    def of(cls, start: int, stop: int, adapter: Adapter, pairs: Mapping[str, LoraPair]) -> Self:
+    def of(
+        cls,
+        start: int,
+        stop: int,
+        adapter: Adapter,
+        pairs: Mapping[str, LoraPair],
+        value_rows: Tensor | None = None,
+    ) -> Self:
         """The rows of one adapter. pairs: leaves of its weights."""
-        return cls(start, stop, adapter.scale, pairs, own_scales=adapter.own_scales)
+        return cls(start, stop, adapter.scale, pairs, own_scales=adapter.own_scales, value_rows=value_rows)
+
+    @property
+    def has_values(self) -> bool:
+        return self.value_rows is not None
 
     def scale_of(self, name: str) -> float:
         """The scale of one layer's update."""

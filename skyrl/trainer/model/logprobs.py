@@ -1,4 +1,4 @@
-"""Log-probabilities of target tokens from final hidden states, in chunks of rows to bound the memory.
+"""Log-probabilities of target tokens from final hidden states, in chunks of rows to bound the memory; and values.
 
 Each row goes through the output layer once, whatever the number of its targets. Rows whose targets no loss has a
 gradient at go through it without one. Rows whose targets are scored over a part of the vocabulary, or at a
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from skyrl.base.config.pass_memory import LOGITS_BYTES
+from skyrl.trainer.lora.adapter import VALUE_HEAD
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.model.restricted import RestrictedLogSoftmaxAt, Restriction
 from skyrl.trainer.reused import Reused
@@ -203,6 +204,14 @@ def target_logprobs(
     if targets.outside is not None:
         targets.outside.copy_(torch.cat([*outside, *other_outside]).index_select(0, targets.entries))
     return torch.cat([trained, other]).index_select(0, targets.entries)
+
+
+def values_of(hidden: Tensor, segment: LoraSegment) -> Tensor:
+    """What the segment's value head says of each position: w h + b, float32 [positions]. hidden: [rows, hidden]; a row
+    that several sequences share is computed once."""
+    assert segment.value_rows is not None
+    weight, bias = segment.pairs[VALUE_HEAD]
+    return (torch.mv(hidden.float(), weight[0]) + bias).index_select(0, segment.value_rows)
 
 
 def _rows_of_a_chunk(lm_head: OutputLayer) -> int:

@@ -30,6 +30,7 @@ from skyrl.trainer.model.logprobs import (
     exceed_a_chunk,
     given_logits,
     target_logprobs,
+    values_of,
 )
 from skyrl.trainer.model.recomputation import Recomputation, Setting
 from skyrl.trainer.rows.packing import PackedItem
@@ -267,16 +268,19 @@ class PackedModel(nn.Module):
     def forward(
         self, slices: Sequence[PackedItem], targets: Sequence[Targets], segments: Sequence[LoraSegment]
     ) -> list[Tensor]:
-        """The target logprobs of each segment, float32 [entries]. Segments consist of one or more slices, and there are
-        targets for each. The caller makes them the active ones until the backward has ended."""
+        """The target logprobs of each segment, float32 [entries]; then the values of each with a value head, float32
+        [positions]. Segments consist of one or more slices, and there are targets for each. The caller makes them the
+        active ones until the backward has ended."""
         with self._recomputation(slices):
             hidden = self._hidden_states(slices)
         head = self.lm_head
         recompute = exceed_a_chunk(targets, head)
-        return [  # clones, because FSDP2 warns of outputs that are views
-            target_logprobs(hidden[segment.start : segment.stop], of_rows, head, segment, recompute=recompute).clone()
-            for of_rows, segment in zip(targets, segments, strict=True)
+        own = [hidden[segment.start : segment.stop] for segment in segments]
+        logprobs = [  # clones, because FSDP2 warns of outputs that are views
+            target_logprobs(rows, of_rows, head, segment, recompute=recompute).clone()
+            for rows, of_rows, segment in zip(own, targets, segments, strict=True)
         ]
+        return logprobs + [values_of(rows, each) for rows, each in zip(own, segments, strict=True) if each.has_values]
 
     def reshard(self) -> None:
         """Free the gathered parameters outside the decoder layers, which FSDP2 keeps after the forward of a root module

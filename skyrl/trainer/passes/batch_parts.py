@@ -13,6 +13,7 @@ import torch
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.model.logprobs import Targets
 from skyrl.trainer.passes.micro_batch import MicroBatch, losses_of, trained_entries
+from skyrl.trainer.passes.outputs import value_rows_of
 from skyrl.trainer.passes.pass_run import MicroBatchItem, scorings_of
 from skyrl.trainer.protocol import Datum
 from skyrl.trainer.rows.packing import PackedItem, pack, pack_alone
@@ -42,7 +43,8 @@ def part_of(item: MicroBatchItem, part: SequencePart, device: torch.device, *, b
         scorings = replace(scorings, of_positions=[scorings.of_positions[0][part.start : part.stop]])
     targets = Targets.of([target_tokens[part.start : part.stop]], packed.layout.rows_of, trained, device, scorings)
     adapter = item.running.model
-    segment = LoraSegment.of(0, packed.stop, adapter, adapter.leaves(backward))
+    leaves, rows = adapter.leaves(backward), value_rows_of(adapter, packed)
+    segment = LoraSegment.of(0, packed.stop, adapter, leaves, rows)
     return MicroBatch([packed], [targets], [segment], losses=losses_of([item], device, joined=False))
 
 

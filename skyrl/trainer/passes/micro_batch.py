@@ -1,15 +1,15 @@
-"""Micro-batches: what the model gets of their items, their losses, and the gradients of these with respect to logprobs.
+"""Micro-batches: what the model gets of their items, and their losses with the inputs.
 
-One copy takes the inputs of all losses to the device, where all stay until one copy takes what the host needs. Losses
-of one kind are computed at once, for all passes of a micro-batch. Knows which inputs a loss has. Knows nothing of
+One copy takes the inputs of all losses to the device. Losses of one kind are computed at once, for all passes of a
+micro-batch. Knows which inputs a loss has. Knows nothing of
 formulas, of the model or of adapters.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skyrl.trainer.custom_loss.loss import METRIC, DatumLosses, custom_sums
-from skyrl.trainer.device import failure_of, read_back, uploaded
+from skyrl.trainer.custom_loss.loss import DatumLosses
+from skyrl.trainer.device import uploaded
 from skyrl.trainer.lora.linear import LoraSegment
-from skyrl.trainer.losses import LossFunction, LossInputs, LossValue, Tally, loss_config
+from skyrl.trainer.losses import Loss, LossInputs, LossValue, loss_config
 from skyrl.trainer.model.logprobs import Targets
-from skyrl.trainer.passes.pass_run import MicroBatchItem, PartScore, PassShare, is_trained, scorings_of
-from skyrl.trainer.protocol import Datum
+from skyrl.trainer.passes.pass_run import MicroBatchItem, PassShare, scorings_of
 from skyrl.trainer.rows import packing
 from skyrl.trainer.rows.pictures import text_entries
 from skyrl.trainer.rows.prefixes import lay_out
@@ -41,13 +40,14 @@ class LossGroup:
     entries with an advantage, and `active_of` how many each part has; None: the loss has no advantages. weights_of: the
     sum of each part's weights, NaN if one of them is negative; None: the loss has no weights.
     part_of_entry: int64 [entries], part_of_active: int64 [A], the place of its part in `numbers`; None for one part.
-    `joins_passes`: some of the parts have one gradient with parts of other passes.
+    `joins_passes`: some of the parts have one gradient with parts of other passes. values: where the values of the
+    entries are among those of the micro-batch, int64 [entries]; None without a critic.
     """
 
     numbers: Sequence[int]
     parts: Sequence[PassShare]
     entries: int
-    function: LossFunction
+    loss: Loss
     config: Mapping[str, float]
     inputs: LossInputs
     active: Tensor | None
@@ -56,12 +56,21 @@ class LossGroup:
     part_of_entry: Tensor | None
     part_of_active: Tensor | None
     joins_passes: bool
+    values: Tensor | None
 
-    def value(self, logprobs: Tensor) -> LossValue:
-        """logprobs: float32 [entries]."""
+    def leaf(self, logprobs: Tensor, values: Tensor | None) -> Tensor:
+        """What the loss is a function of: logprobs, float32 [entries], or with a critic logprobs and values, float32
+        [2, entries]. values: of the micro-batch."""
+        if self.values is None or values is None:
+            return logprobs.detach()
+        return torch.stack([logprobs.detach(), values.detach().index_select(0, self.values)])
+
+    def value(self, leaf: Tensor) -> LossValue:
+        """leaf: of `leaf`."""
         if self.inputs.entries is not None:
-            logprobs = logprobs.index_select(0, self.inputs.entries)
-        return self.function(logprobs, self.inputs, self.config)
+            leaf = leaf.index_select(-1, self.inputs.entries)
+        logprobs, values = (leaf, None) if leaf.ndim == 1 else leaf.unbind()
+        return self.loss.value(logprobs, self.inputs, self.config, values)
 
 
 @dataclass(frozen=True)
@@ -80,8 +89,9 @@ def losses_of(batch: Sequence[MicroBatchItem], device: torch.device, *, joined: 
     for number, (part, _) in enumerate(parts):
         kind = part.loss.function, _names(part), tuple(sorted(_config(part).items()))
         of_kind.setdefault(kind if joined else number, []).append(number)
+    values = places_of_values([part for part, _ in parts])
     found = [
-        _group(numbers, [parts[number][0] for number in numbers], joins_passes=any(parts[n][1] for n in numbers))
+        _group(numbers, [parts[n][0] for n in numbers], values, joins_passes=any(parts[n][1] for n in numbers))
         for numbers in of_kind.values()
     ]
     order = _order([*of_kind.values()], [part.entries for part, _ in parts])
@@ -122,7 +132,7 @@ def _order(groups: Sequence[Sequence[int]], entries: Sequence[int]) -> _Ints | N
 
 
 def _group(
-    numbers: Sequence[int], parts: Sequence[PassShare], *, joins_passes: bool
+    numbers: Sequence[int], parts: Sequence[PassShare], values: Mapping[int, range], *, joins_passes: bool
 ) -> tuple[list[npt.NDArray[Any]], Callable[[Iterator[Tensor]], LossGroup]]:
     """What the group needs on the device, and what makes the group of that."""
     inputs = {name: np.concatenate([_entries(part, name) for part in parts]) for name in _names(parts[0])}
@@ -147,6 +157,8 @@ def _group(
     if "advantages" in inputs:
         places["active"] = np.flatnonzero(inputs["advantages"])
         part_of_active = part_of_text[places["active"]]
+    if parts[0].loss.has_critic:
+        places["values"] = np.concatenate([values[number] for number in numbers])
     if len(parts) > 1:
         places["part_of_entry"] = part_of_entry
         if "active" in places:
@@ -159,7 +171,7 @@ def _group(
             numbers,
             parts,
             sum(sizes),
-            function,
+            replace(parts[0].loss, function=function),
             _config(parts[0]),
             LossInputs(of_inputs, there["datum"], len(sizes), there.get("entries")),
             there.get("active"),
@@ -168,6 +180,7 @@ def _group(
             there.get("part_of_entry"),
             there.get("part_of_active"),
             joins_passes,
+            there.get("values"),
         )
 
     return [*inputs.values(), *places.values()], made
@@ -186,189 +199,12 @@ def _entries(part: PassShare, name: str) -> npt.NDArray[np.float32]:
     )
 
 
-_MAX_LOG_RATIO = 20.0
-"""In metrics (never in losses) ratios are capped at e^20, so that an outlier leaves the mean finite."""
-
-
-@dataclass(frozen=True)
-class GroupSums:
-    """Sums of the losses of a group's parts, on the device. numbers: float64, flat: for each of `names` one number of
-    each part. The sums of ratios are over entries with an advantage. `counts`, if it is there, is 0 for a part whose
-    gradient was left out."""
-
-    group: LossGroup
-    names: tuple[str, ...]
-    numbers: Tensor
-
-    @staticmethod
-    @torch.no_grad()
-    def of(group: LossGroup, value: LossValue, total: Tensor) -> GroupSums:
-        """total: `value.total`."""
-        if value.metrics:
-            return GroupSums(group, ("loss", *value.metrics), custom_sums(value, group.part_of_entry, len(group.parts)))
-        if group.part_of_entry is None:
-            return _sums_of_one(group, value, total)
-        return _sums_of_each(group, value, group.part_of_entry)
-
-    def tallies(self, found: npt.NDArray[np.float64]) -> list[Tally]:
-        """Of each part. found: `numbers` on the host."""
-        tallies: list[Tally] = []
-        group = self.group
-        for part, active, weights, numbers in zip(
-            group.parts, group.active_of, group.weights_of, self._by_part(found), strict=True
-        ):
-            of_part = dict(zip(self.names, numbers, strict=True))
-            with np.errstate(over="ignore"):  # a sum beyond float32 is infinite, however it was computed
-                loss = float(np.float32(of_part["loss"]))
-            custom = {name: number for name, number in of_part.items() if name.startswith(METRIC)}
-            tally = Tally(loss, part.tokens, part.rows, clipped=of_part.get("clipped"), weights=weights, custom=custom)
-            if "ratio" in of_part:
-                tally.active = active
-            if tally.active:
-                tally.kl, tally.ratio, tally.ratio_max = -of_part["log_ratio"], of_part["ratio"], of_part["ratio_max"]
-            tallies.append(tally)
-        return tallies
-
-    def counts(self, found: npt.NDArray[np.float64]) -> list[bool]:
-        """Whether each part counts. found: `numbers` on the host."""
-        if "counts" not in self.names:
-            return [True] * len(self.group.parts)
-        place = self.names.index("counts")
-        return [numbers[place] != 0 for numbers in self._by_part(found)]
-
-    def _by_part(self, found: npt.NDArray[np.float64]) -> list[list[float]]:
-        return found.reshape(len(self.names), -1).T.tolist()
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Of a micro-batch, on the device. logprobs: float32 [entries]. gradient: of all losses with respect to logprobs,
-    float32 [entries]; None without a backward. errors: of parts whose loss has raised, by number. outside: float32
-    [entries] as `Targets.outside`, or nothing."""
-
-    logprobs: Tensor
-    sums: Sequence[GroupSums]
-    gradient: Tensor | None
-    errors: Mapping[int, tuple[PassShare, Exception]] = field(default_factory=dict)
-    outside: Sequence[Tensor] = ()
-
-    @staticmethod
-    def of(losses: MicroBatchLosses, logprobs: Tensor, *, backward: bool, apart: bool = False) -> Scores:
-        """The graph of `logprobs` is left alone. With `backward`, the gradient of a part that has one gradient with
-        other passes is 0 if the part's loss or its gradient is not finite. With `apart`, a loss that raises fails its
-        part alone, of which each group has one; the part's gradient is 0."""
-        logprobs = logprobs.detach()
-        if not losses.groups:
-            return Scores(logprobs, [], torch.zeros_like(logprobs) if backward else None)
-        ordered = logprobs if losses.order is None else logprobs.index_select(0, losses.order)
-        leaves = [
-            own.detach().requires_grad_(backward) for own in ordered.split([group.entries for group in losses.groups])
-        ]
-        totals: list[Tensor] = []
-        sums: list[GroupSums] = []
-        errors: dict[int, tuple[PassShare, Exception]] = {}
-        for group, own in zip(losses.groups, leaves, strict=True):
-            try:
-                value = group.value(own)
-                total = value.total
-                sums.append(GroupSums.of(group, value, total))
-            except Exception as error:
-                if not apart:
-                    raise
-                total = own.sum() * 0
-                errors[group.numbers[0]] = group.parts[0], failure_of(error, logprobs.device)
-            totals.append(total)
-        if not backward:
-            return Scores(logprobs, sums, None, errors)
-        gradients = list(torch.autograd.grad(totals, leaves))
-        for number, group in enumerate(losses.groups):
-            if group.joins_passes:
-                sums[number], gradients[number] = _without_not_finite(sums[number], gradients[number])
-        gradient = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
-        if losses.order is not None:
-            gradient = torch.empty_like(gradient).index_copy_(0, losses.order, gradient)
-        return Scores(logprobs, sums, gradient, errors)
-
-    def read(self) -> list[PartScore]:
-        """Of each part, in the order of the micro-batch. Waits for the device once."""
-        if not self.sums and not self.errors:
-            return []
-        numbers, (logprobs, *outside) = read_back([each.numbers for each in self.sums], [self.logprobs, *self.outside])
-        found: list[tuple[int, PassShare, Tally, bool, Exception | None]] = [
-            (number, part, tally, counts, None)
-            for each, own in zip(self.sums, numbers, strict=True)
-            for number, part, tally, counts in zip(
-                each.group.numbers, each.group.parts, each.tallies(own), each.counts(own), strict=True
-            )
-        ]
-        found += [(number, part, Tally(), False, error) for number, (part, error) in self.errors.items()]
-        scores: list[PartScore] = []
-        start = 0
-        for _, part, tally, counts, error in sorted(found, key=lambda each: each[0]):
-            stop = start + part.entries
-            for marks in outside if part.restricts else ():
-                trains = any(is_trained(datum, part.loss) for datum in part.data)
-                tally.outside = int(marks[start:stop][trained_entries(part)].sum()) if trains else 0
-            scores.append(PartScore(tally, by_datum(logprobs[start:stop], part.data), counts, error))
-            start = stop
-        return scores
-
-
-def by_datum(logprobs: npt.NDArray[np.float32], data: Sequence[Datum]) -> list[npt.NDArray[np.float32]]:
-    """Logprobs [entries] of some sequences, for each in the shape of its target_tokens."""
-    shapes = [datum.loss_inputs["target_tokens"].shape for datum in data]
-    flat = np.split(logprobs, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
-    return [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
-
-
-def _sums_of_one(group: LossGroup, value: LossValue, total: Tensor) -> GroupSums:
-    if value.log_ratio is None or group.active is None:
-        return GroupSums(group, ("loss",), total.double().reshape(1))
-    log_ratio = value.log_ratio.index_select(0, group.active)
-    ratio = log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
-    found = {
-        "loss": total,
-        "ratio": ratio.sum(),
-        "log_ratio": log_ratio.sum(),
-        "ratio_max": ratio.max() if len(ratio) else total,
-    }
-    if value.clipped is not None:
-        found["clipped"] = value.clipped.index_select(0, group.active).sum()
-    return GroupSums(group, tuple(found), torch.stack([each.double() for each in found.values()]))
-
-
-def _sums_of_each(group: LossGroup, value: LossValue, part_of_entry: Tensor) -> GroupSums:
-    """As many operations as for one part. No part's numbers change those of another part."""
-    if group.inputs.entries is not None:
-        part_of_entry = part_of_entry.index_select(0, group.inputs.entries)
-    zeros = value.terms.new_zeros(len(group.parts), dtype=torch.float64)
-    losses = zeros.index_add(0, part_of_entry, value.terms.double())
-    if value.log_ratio is None or group.active is None or group.part_of_active is None:
-        return GroupSums(group, ("loss",), losses)
-    log_ratio = value.log_ratio.index_select(0, group.active)
-    ratio = log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
-    found = {"ratio": ratio, "log_ratio": log_ratio}
-    if value.clipped is not None:
-        found["clipped"] = value.clipped.index_select(0, group.active).to(ratio.dtype)
-    columns = torch.stack([*found.values()]).double()
-    sums = columns.new_zeros(len(found), len(group.parts)).index_add_(1, group.part_of_active, columns)
-    ratio_max = zeros.scatter_reduce(0, group.part_of_active, columns[0], "amax")  # no ratio is below 0
-    return GroupSums(group, ("loss", *found, "ratio_max"), torch.cat([losses, sums.view(-1), ratio_max]))
-
-
-def _without_not_finite(sums: GroupSums, gradient: Tensor) -> tuple[GroupSums, Tensor]:
-    """The sums with `counts`, and the gradient [entries] of the group with 0 for the parts that do not count."""
-    group, losses = sums.group, sums.numbers[: len(sums.group.parts)].float()
-    finite = gradient.isfinite()
-    if group.part_of_entry is None:
-        counts = losses.isfinite() & finite.all()
-        kept = counts
-    else:
-        broken = torch.zeros_like(losses).index_add_(0, group.part_of_entry, finite.logical_not().float())
-        counts = losses.isfinite() & (broken == 0)
-        kept = counts.index_select(0, group.part_of_entry)
-    numbers = torch.cat([sums.numbers, counts.double()])
-    return replace(sums, names=(*sums.names, "counts"), numbers=numbers), torch.where(kept, gradient, 0)
+def places_of_values(parts: Sequence[PassShare]) -> dict[int, range]:
+    """Where the values of some parts of a micro-batch, in order, are among all values; of those, by number, whose
+    adapters have a value head: one for each position."""
+    heads = [number for number, part in enumerate(parts) if part.running.model.has_value_head]
+    stops = [*accumulate(parts[number].tokens for number in heads)]
+    return {number: range(stop - parts[number].tokens, stop) for number, stop in zip(heads, stops, strict=True)}
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,13 @@ import torch
 from torch import Tensor
 
 from skyrl.trainer.collectives import sendable
+from skyrl.trainer.critic import MASK
 from skyrl.trainer.device import HOST, failure_of
-from skyrl.trainer.losses import Loss, Tally
+from skyrl.trainer.losses import Loss
 from skyrl.trainer.protocol import Datum, InvalidRequest, OutOfMemory, PassResult, TrainingPass
 from skyrl.trainer.rows.prefixes import PrefixTree, prefix_tree
 from skyrl.trainer.rows.sampled_from import SampledFrom, Scorings, restricts
+from skyrl.trainer.tally import Tally
 
 BACKWARD = 1.0
 """What the backward of a row costs beside its forward: the gradient of each product's input, as many operations. Layers
@@ -51,7 +53,7 @@ _WAYS: list[Ways] = [frozenset(each) for size in (1, 2) for each in combinations
 
 def is_trained(datum: Datum, loss: Loss) -> bool:
     """Whether the loss may have a gradient at a sequence."""
-    if loss.trained is None:
+    if loss.trained is None or (loss.has_critic and datum.loss_inputs[MASK].any()):
         return True
     given = datum.loss_inputs.get(loss.trained)
     return bool(loss.optional.get(loss.trained, 0.0)) if given is None else bool(given.any())
@@ -93,13 +95,14 @@ def _cheapest(tree: PrefixTree, trained_ends: set[int]) -> list[Ways]:
 
 @dataclass(frozen=True)
 class ShareResult:
-    """Of sequences of a pass that a rank ran together: their indices `data`, their logprobs, and the sums of their
-    losses. Or `error`: the pass failed there."""
+    """Of sequences of a pass that a rank ran together: their indices `data`, their logprobs, with a value head their
+    values, and the sums of their losses. Or `error`: the pass failed there."""
 
     data: Sequence[int] = ()
     logprobs: Sequence[npt.NDArray[np.float32]] = ()
     tally: Tally = field(default_factory=Tally)
     error: Exception | None = None
+    values: Sequence[npt.NDArray[np.float32]] | None = None
 
 
 @dataclass
@@ -262,23 +265,30 @@ def not_finite(training_pass: TrainingPass, loss: float) -> InvalidRequest:
     )
 
 
-def result_of(loss: Loss, logprobs: Mapping[int, npt.NDArray[np.float32]], tally: Tally) -> PassResult:
-    """logprobs: of every sequence of the pass, by its index."""
+def result_of(
+    loss: Loss,
+    logprobs: Mapping[int, npt.NDArray[np.float32]],
+    tally: Tally,
+    values: Mapping[int, npt.NDArray[np.float32]],
+) -> PassResult:
+    """logprobs: of every sequence of the pass, by its index. values: the same; empty without a value head."""
     notice = {} if loss.notice is None else {loss.notice: 1.0}
     count = len(logprobs)
     custom = {name: value / count if name.endswith(":mean") else value for name, value in tally.custom.items()}
-    return PassResult([logprobs[index] for index in range(count)], tally.metrics() | notice | custom)
+    of_states = [values[index] for index in range(count)] if values else None
+    return PassResult([logprobs[index] for index in range(count)], tally.metrics() | notice | custom, of_states)
 
 
 @dataclass(frozen=True)
 class PartScore:
-    """Of a part, on the host. `tally`: the sums of its loss. `logprobs`: of its sequences. `counts`: whether the
-    gradient of the slice has that of the part. Or `error`: its loss has raised it."""
+    """Of a part, on the host. `tally`: the sums of its loss. `logprobs`: of its sequences, and `values` if there is a
+    value head. `counts`: whether the gradient of the slice has that of the part. Or `error`: its loss has raised it."""
 
     tally: Tally
     logprobs: list[npt.NDArray[np.float32]]
     counts: bool = True
     error: Exception | None = None
+    values: list[npt.NDArray[np.float32]] | None = None
 
 
 @dataclass(frozen=True)
@@ -301,7 +311,7 @@ def record(piece: MicroBatchItem, result: ItemResult) -> None:
         of_pass = part.running
         of_pass.tally.add_all(of_part.tally)
         if of_part.counts and of_pass.error is None and math.isfinite(of_pass.tally.loss):
-            of_pass.results.append(ShareResult(part.indices, of_part.logprobs, of_part.tally))
+            of_pass.results.append(ShareResult(part.indices, of_part.logprobs, of_part.tally, None, of_part.values))
             continue
         error = of_pass.error or of_part.error or not_finite(of_pass.training_pass, of_pass.tally.loss)
         of_pass.fail(error)

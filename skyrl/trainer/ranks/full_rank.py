@@ -145,14 +145,14 @@ class FullRank(RankBase):
         self,
         items: Sequence[MicroBatchItem],
         segments: Sequence[LoraSegment],
-        logprobs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
         starts: Sequence[Tensor],
         embeddings: Sequence[Tensor],
     ) -> Sequence[None]:
         """Adds this rank's rows of the gradient, summed over all ranks, tensor by tensor: it never exists as a whole.
         A rank without items adds to what its pass has, as others do."""
         with self._gradients.into(self._views):
-            torch.autograd.backward(logprobs, starts)
+            torch.autograd.backward(outputs, starts)
         return [None] * len(items)
 
     def _norm(self, model: FullParameters) -> float:

@@ -26,12 +26,22 @@ from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer import losses
 from skyrl.trainer.adamw import check_adam
 from skyrl.trainer.collectives import SameFailureEverywhere
+from skyrl.trainer.critic import with_advantages
 from skyrl.trainer.custom_loss.loss import loss_of, with_custom
 from skyrl.trainer.device import HOST, command_on, failure_of
 from skyrl.trainer.experts.routing import with_frozen_experts
 from skyrl.trainer.lora import files
-from skyrl.trainer.lora.adapter import Adapter, Target, check_pattern, check_spec, kinds_of, random_adapter
-from skyrl.trainer.losses import Loss, Tally, served_losses
+from skyrl.trainer.lora.adapter import (
+    Adapter,
+    Target,
+    check_pattern,
+    check_spec,
+    kind_of,
+    kinds_of,
+    random_adapter,
+    with_value_head,
+)
+from skyrl.trainer.losses import Loss, served_losses
 from skyrl.trainer.model.packed_model import trained_targets
 from skyrl.trainer.model.row_budget import BudgetSettings
 from skyrl.trainer.passes.pass_run import ShareResult, result_of
@@ -48,6 +58,7 @@ from skyrl.trainer.ranks.plan import Plan, make_plan, plan_alone
 from skyrl.trainer.ranks.rank import BaseFacts, RankBase, RankSettings
 from skyrl.trainer.rows.routed_experts import with_sorted_experts
 from skyrl.trainer.shares import join_buffers
+from skyrl.trainer.tally import Tally
 
 
 class RankGroup(Protocol):
@@ -179,7 +190,8 @@ class BackendOverRanks(ABC):
 
     def check(self, training_pass: TrainingPass) -> None:
         self._require(training_pass.model_id)
-        losses.check_pass(training_pass, self._limits, with_custom(self._losses, training_pass))
+        head = self._has_value_head(training_pass.model_id)
+        losses.check_pass(training_pass, self._limits, with_custom(self._losses, training_pass), value_head=head)
 
     def run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
         """One outcome per pass, in order; gradients are added in the order of `passes`.
@@ -194,6 +206,7 @@ class BackendOverRanks(ABC):
         for index, training_pass in enumerate(passes):
             try:
                 self.check(training_pass)
+                training_pass = with_advantages(training_pass)
                 if (mixture := self._limits.mixture) is not None:
                     training_pass = with_sorted_experts(training_pass, mixture)
                 checked.append((index, training_pass))
@@ -255,6 +268,9 @@ class BackendOverRanks(ABC):
     def _require(self, model_id: str) -> None:
         """Raise InvalidRequest unless there is such a model."""
 
+    def _has_value_head(self, model_id: str) -> bool:
+        return False
+
     @abstractmethod
     def _run(self, passes: Sequence[TrainingPass]) -> list[PassResult | Exception]:
         """Run checked passes."""
@@ -266,13 +282,15 @@ def outcome_of(
     """A pass's outcome from the pieces that the ranks ran, added rank by rank in the order in which each ran them."""
     tally = Tally()
     logprobs: dict[int, npt.NDArray[np.float32]] = {}
+    values: dict[int, npt.NDArray[np.float32]] = {}
     for of_rank in results:
         for result in of_rank[number]:
             if result.error is not None:
                 return result.error
             tally.add_all(result.tally)
             logprobs |= zip(result.data, result.logprobs, strict=True)
-    return result_of(loss, logprobs, tally)
+            values |= zip(result.data, result.values or (), strict=False)
+    return result_of(loss, logprobs, tally, values)
 
 
 SHARED_ROWS_ON_CPU = 1024
@@ -302,6 +320,7 @@ class LoraBackend(BackendOverRanks):
         super().__init__(config, group)
         facts: AdapterFacts = self._facts
         self._targets = facts.targets
+        self._hidden = next(each.in_features for each in facts.targets if kind_of(each.name) == "lm_head")
         self._divides_experts = config.backend_config.trainer.placement.expert_parallel
         self._max_rank = config.backend_config.lora.max_lora_rank
         self._train_mlp_of_mixtures: TrainMlpOfMixtures = config.backend_config.lora.train_mlp_of_mixtures
@@ -335,7 +354,8 @@ class LoraBackend(BackendOverRanks):
     def _targets_of(self, spec: LoraSpec) -> tuple[Target, ...]:
         """What a new adapter trains."""
         mlp = self._limits.mixture is None or self._train_mlp_of_mixtures == "train"
-        return tuple(trained_targets(self._targets, spec, mlp=mlp))
+        targets = tuple(trained_targets(self._targets, spec, mlp=mlp))
+        return with_value_head(targets, self._hidden) if spec.value_head else targets
 
     def kinds_of_layers(self, spec: LoraSpec) -> list[str]:
         return kinds_of(self._targets_of(spec))
@@ -401,6 +421,9 @@ class LoraBackend(BackendOverRanks):
         if model_id not in self._models:
             raise InvalidRequest(f"model_id: there is no model {model_id}")
         return self._models[model_id]
+
+    def _has_value_head(self, model_id: str) -> bool:
+        return self._known(model_id)[0].value_head
 
     def _empty(self, model_id: str) -> Adapter:
         """An adapter of the model's shape on the CPU. Its weights are not the model's."""

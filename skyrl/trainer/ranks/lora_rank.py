@@ -41,6 +41,7 @@ from skyrl.trainer.lora.stack import AdapterStack, grouped_rank
 from skyrl.trainer.model.packed_model import PackedModel, trained_targets
 from skyrl.trainer.model.row_budget import RowBudget
 from skyrl.trainer.passes.micro_batch import MicroBatch
+from skyrl.trainer.passes.outputs import value_rows_of
 from skyrl.trainer.passes.pass_run import ItemResult, MicroBatchItem, PassRun, ShareResult
 from skyrl.trainer.protocol import InvalidRequest, TrainingPass
 from skyrl.trainer.ranks.plan import Plan, RankShare
@@ -139,11 +140,11 @@ class LoraRank(RankBase):
         self,
         items: Sequence[MicroBatchItem],
         segments: Sequence[LoraSegment],
-        logprobs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
         starts: Sequence[Tensor],
         embeddings: Sequence[Tensor],
     ) -> Sequence[Tensor]:
-        return item_gradients(logprobs, segments, starts, also=embeddings)
+        return item_gradients(outputs, segments, starts, also=embeddings)
 
     def _without_backward(self, item: MicroBatchItem) -> Tensor | None:
         """The step after a pass has a gradient."""
@@ -268,7 +269,7 @@ class ExpertRank(LoraRank):
         self,
         items: Sequence[MicroBatchItem],
         segments: Sequence[LoraSegment],
-        logprobs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
         starts: Sequence[Tensor],
         embeddings: Sequence[Tensor],
     ) -> Sequence[Tensor]:
@@ -279,7 +280,7 @@ class ExpertRank(LoraRank):
             for slot, (segment, piece) in enumerate(zip(of_rank, self._batches[rank], strict=False))
             if segment.pairs
         }
-        found = item_gradients(logprobs, [*segments, *others.values()], starts, also=embeddings, unused=True)
+        found = item_gradients(outputs, [*segments, *others.values()], starts, also=embeddings, unused=True)
         own = len(found) - len(others)
         for (number, rank, _), gradient in zip(others, found[own:], strict=True):
             total = self._of_others.get((number, rank))
@@ -332,8 +333,9 @@ Kind = tuple[int, tuple[str, ...]]
 
 
 def _kind_of(adapter: Adapter) -> Kind | None:
-    """None for an adapter that trains experts, or has several ranks: it is updated alone."""
-    if adapter.own_scales or any(target.experts is not None for target in adapter.targets):
+    """None for an adapter that trains experts, has several ranks or a value head: it is updated alone."""
+    own = adapter.own_scales or adapter.has_value_head
+    if own or any(target.experts is not None for target in adapter.targets):
         return None
     return grouped_rank(adapter.spec.rank), tuple(target.name for target in adapter.targets)
 
@@ -395,14 +397,15 @@ def segment_of(
     adapters = [piece.running.model for piece in slices]
     start, stop = packed[0].start, packed[-1].stop
     if len(slices) == 1:
-        return LoraSegment.of(start, stop, adapters[0], adapters[0].leaves(backward, dtype))
+        rows = value_rows_of(adapters[0], packed[0])
+        return LoraSegment.of(start, stop, adapters[0], adapters[0].leaves(backward, dtype), rows)
     ends = torch.tensor([*accumulate(each.stop - each.start for each in packed)], dtype=torch.int32)
     stack = AdapterStack(adapters)
     return LoraSegment(start, stop, 1.0, stack.leaves(backward, dtype), ends.to(adapters[0].device), stack)
 
 
 def item_gradients(
-    logprobs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
     segments: Sequence[LoraSegment],
     starts: Sequence[Tensor],
     *,
@@ -410,11 +413,11 @@ def item_gradients(
     unused: bool = False,
 ) -> list[Tensor]:
     """The gradient of each slice of some segments, flat float32 in the order of its adapter's buffers, from one
-    backward for all slices. `starts`: the gradients with respect to `logprobs`, float32 [entries] each. The backward
+    backward for all slices. `starts`: the gradients with respect to `outputs`, of the same shapes. The backward
     goes to the tensors `also`, too. With `unused`, matrices that computed nothing get zeros; else they are an error."""
     leaves = [[leaf for pair in segment.pairs.values() for leaf in pair] for segment in segments]
     wanted = [*(leaf for of_slice in leaves for leaf in of_slice), *also]
-    gradients = iter(torch.autograd.grad(logprobs, wanted, starts, materialize_grads=unused))
+    gradients = iter(torch.autograd.grad(outputs, wanted, starts, materialize_grads=unused))
     found: list[Tensor] = []
     for segment, of_segment in zip(segments, leaves, strict=True):
         own = [next(gradients) for _ in of_segment]

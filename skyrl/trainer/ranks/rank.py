@@ -27,18 +27,19 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from skyrl.base.pictures.vision import VisionConfig
 from skyrl.trainer.adamw import NonFiniteGradient, adamw_step, gradient_norm
-from skyrl.trainer.collectives import SameFailureEverywhere, agree, failed_anywhere, gathered, on_all_or_none
+from skyrl.trainer.collectives import SameFailureEverywhere, agree, failed_anywhere, on_all_or_none
 from skyrl.trainer.custom_loss.loss import loss_of
 from skyrl.trainer.device import failure_of, prepare_device
 from skyrl.trainer.lora.adapter import Target
 from skyrl.trainer.lora.linear import LoraSegment
-from skyrl.trainer.losses import Tally, served_losses
+from skyrl.trainer.losses import served_losses
 from skyrl.trainer.model.base_model import BaseModel
 from skyrl.trainer.model.logprobs import outside_of
 from skyrl.trainer.model.recomputation import Recomputation, Setting
 from skyrl.trainer.model.row_budget import BudgetSettings, RowBudget, measure_row
 from skyrl.trainer.passes.batch_parts import one_token, part_of
-from skyrl.trainer.passes.micro_batch import MicroBatch, Scores, look_at
+from skyrl.trainer.passes.micro_batch import MicroBatch, look_at
+from skyrl.trainer.passes.outputs import Outputs
 from skyrl.trainer.passes.pass_run import (
     ItemResult,
     JoinedPasses,
@@ -52,11 +53,13 @@ from skyrl.trainer.passes.pass_run import (
     not_finite,
     record,
 )
+from skyrl.trainer.passes.scores import Scores
 from skyrl.trainer.protocol import AdamParams, Mixture, OutOfMemory, TrainingPass
 from skyrl.trainer.quantized.weights import held_bytes
 from skyrl.trainer.ranks.plan import Plan, RankShare
 from skyrl.trainer.ranks.sharded_model import ModelForm, ShardedModel, load_sharded_model, local_of
 from skyrl.trainer.shares import SequencePart
+from skyrl.trainer.tally import Tally
 from skyrl.trainer.vision import Seen
 
 
@@ -320,22 +323,13 @@ class RankBase(ABC):
             made = one_token(self.device)
         with torch.set_grad_enabled(trains), packed.active.use(made.segments):
             with nullcontext([]) if self.alone else packed.embeddings_in_graph() as embeddings:
-                own = packed(made.packed, made.targets, made.segments)
-            logprobs, outside = own[0] if len(own) == 1 else torch.cat(own), outside_of(made.targets)
-            width = 0
-            if part is not None:
-                width = len(logprobs) // (part.stop - part.start)
-                sizes = [part.rows_of(rank) * width for rank in range(part.ranks)]
-                logprobs, *outside = [gathered(each.detach(), sizes) for each in (logprobs, *outside)]
-            scores = Scores.of(made.losses, logprobs, backward=trains, apart=not self.alone)
-            scores = replace(scores, outside=outside)
+                own = Outputs(packed(made.packed, made.targets, made.segments), len(made.segments), part)
+            scores = Scores.of(made.losses, own.logprobs, own.values, backward=trains, apart=not self.alone)
+            scores = replace(scores, outside=own.of_entries(outside_of(made.targets)))
             gradients: Sequence[Tensor | None] = [None] * len(items)
             if scores.gradient is not None:
-                start = scores.gradient
-                if part is not None:
-                    start = start[part.start * width : part.stop * width]
-                starts = start.split([len(of_segment) for of_segment in own])
-                gradients = self._backward(items, made.segments, own, starts, embeddings)
+                starts = own.starts(scores.gradient, scores.value_gradient)
+                gradients = self._backward(items, made.segments, own.of_model, starts, embeddings)
             elif backward:
                 gradients = [self._without_backward(item) for item in items]
         packed.reshard()
@@ -429,12 +423,12 @@ class RankBase(ABC):
         self,
         items: Sequence[MicroBatchItem],
         segments: Sequence[LoraSegment],
-        logprobs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
         starts: Sequence[Tensor],
         embeddings: Sequence[Tensor],
     ) -> Sequence[Tensor | None]:
         """The gradient of each item, or None if it has been added. `starts`: of the losses with respect to the
-        logprobs of each segment."""
+        outputs, which are the logprobs of each segment and the values of those with a value head."""
 
     def _without_backward(self, item: MicroBatchItem) -> Tensor | None:
         """The gradient of an item whose micro-batch trains nothing."""

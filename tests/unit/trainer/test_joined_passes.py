@@ -167,7 +167,7 @@ def test_a_pass_found_in_one_of_several_items_of_a_micro_batch_changes_no_neighb
     monkeypatch.setitem(LOSSES, "steep", Loss(_steep, ("logprobs", "advantages")))
     backend = _backend()
     monkeypatch.setattr(prefixes, "MAX_COPIES", 2)
-    monkeypatch.setattr(losses, "check_pass", lambda *_: None)  # which refuses infinite advantages
+    monkeypatch.setattr(losses, "check_pass", lambda *_, **__: None)  # which refuses infinite advantages
     good = train("a", BATCH[0::2], "steep")
     result, failed = backend.run([good, train("a", _with_one_spoilt(BATCH[1::2], _steepen, 0), "steep")])
     assert isinstance(failed, InvalidRequest)

@@ -20,10 +20,12 @@ from torch_lora_support import rl, sft
 from skyrl.base.pictures.picture import PlacedPicture
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.lora.adapter import Adapter
-from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue, Tally
-from skyrl.trainer.passes.micro_batch import Scores, losses_of
+from skyrl.trainer.losses import LOSSES, Loss, LossInputs, LossValue
+from skyrl.trainer.passes.micro_batch import losses_of
 from skyrl.trainer.passes.pass_run import MicroBatchItem, PartScore, SinglePassRun
+from skyrl.trainer.passes.scores import Scores
 from skyrl.trainer.protocol import Datum, TrainingPass
+from skyrl.trainer.tally import Tally
 
 CPU = torch.device("cpu")
 

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from torch_lora_support import assert_close, assert_same, files_saved, ok, rl, sft, spec, train
-from trainer_kinds import LORA, Run, assert_close_runs, assert_same_runs, closed_at_end
+from torch import Tensor
+from torch_lora_support import (
+    assert_close,
+    assert_same,
+    files_saved,
+    grpo,
+    make_backend,
+    make_ranks,
+    ok,
+    rl,
+    sft,
+    spec,
+    train,
+    with_returns,
+    with_rewards,
+)
+from trainer_kinds import EXPERTS, LORA, Run, assert_close_runs, assert_same_runs, closed_at_end
 
 from skyrl.trainer.attention import recurrent, scans
 from skyrl.trainer.protocol import AdamParams, PassResult, TrainingPass
@@ -114,3 +130,46 @@ def test_every_family_hands_on_keys_and_states(tmp_path: Path, ranks: Ranks, fam
         for logprobs, other in zip(result.logprobs, of_expected.logprobs, strict=True):
             np.testing.assert_allclose(logprobs, other, rtol=1e-4, atol=1e-4)
     assert_close(of_ranks, of_one, 1e-4)
+
+
+def _learn_with_critic(backend: Any, directory: Path) -> tuple[list[Any], dict[str, Tensor]]:
+    backend.create_model("m", replace(spec(4, 11), value_head=True))
+    passes = [
+        train("m", with_returns([*grpo(1, 2, 2, 9), *rl(2, 70)]), "ppo", value_coef=0.7, value_clip=0.15),
+        train("m", with_rewards(rl(3, 12, 20)), "ppo"),
+        TrainingPass("m", sft(4, 60, 8), "cross_entropy", backward=False),
+    ]
+    results = ok(backend.run(passes))
+    backend.optim_step("m", AdamParams(learning_rate=3e-3, eps=1.0))
+    return results + ok(backend.run(passes)), files_saved(backend, "m", directory)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"context_parallel_tokens": 50}, pytest.param({"merge": True}, marks=pytest.mark.slow)],
+    ids=["data", "context", "merged"],
+)
+def test_two_ranks_give_a_critic_the_results_of_one(tmp_path: Path, settings: dict[str, Any]) -> None:
+    alone, saved = _learn_with_critic(make_backend(micro_batch_tokens=48), tmp_path / "alone")
+    with closed_at_end(make_ranks) as make:
+        results, of_ranks = _learn_with_critic(make(2, **settings), tmp_path / "ranks")
+    _assert_close_results(results, alone)
+    assert_close(of_ranks, saved, 1e-4)
+
+
+@pytest.mark.slow
+def test_ranks_that_divide_experts_give_a_critic_the_results_of_one(tmp_path: Path) -> None:
+    with closed_at_end(EXPERTS.backend) as make:
+        alone, saved = _learn_with_critic(make(1), tmp_path / "alone")
+        results, of_ranks = _learn_with_critic(make(2), tmp_path / "ranks")
+    _assert_close_results(results, alone)
+    assert_close(of_ranks, saved, 1e-4)
+
+
+def _assert_close_results(ours: Sequence[Any], expected: Sequence[Any]) -> None:
+    for one, other in zip(ours, expected, strict=True):
+        assert one.metrics.keys() == other.metrics.keys()
+        for name in one.metrics.keys() & {"loss:sum", "value_loss:sum", "value_tokens:sum", "value_clipped:sum"}:
+            assert one.metrics[name] == pytest.approx(other.metrics[name], rel=1e-4)
+        for own, values in zip(one.values, other.values, strict=True):
+            np.testing.assert_allclose(own, values, atol=1e-4)
