@@ -325,12 +325,13 @@ class Trainer:
         seed: int = 1,
         rank: int = 4,
         rank_pattern: RankPattern = (),
+        value_head: bool = False,
         create: bool = True,
     ) -> Trainer:
         """A model row and, with `create`, a CREATE_MODEL command, without waiting for its outcome."""
         session = session or await harness.sessions.create(tenant, [], None, "")
         model_id = model_id_of(session.id, model_seq_id)
-        lora = LoraSpec(rank, 32.0, seed, rank_pattern=rank_pattern)
+        lora = LoraSpec(rank, 32.0, seed, rank_pattern=rank_pattern, value_head=value_head)
         model = Model(model_id, session.id, tenant, harness.base_model, lora, None)
         await harness.models.create(model, model_seq_id)
         trainer = cls(harness, session, model_id)

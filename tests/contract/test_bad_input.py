@@ -329,6 +329,11 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("create_model", MODEL | {"optimizer_config": {"type": "dimuon"}}, 400, "optimizer_config.type"),
     ("create_model", MODEL | {"user_metadata": 3}, 400, "user_metadata"),
     ("create_model", MODEL | {"user_metadata": LONG}, 400, "user_metadata"),
+    *(
+        (route, body | {"user_metadata": {"value_head": value}}, 400, "user_metadata.value_head")
+        for route, body in (("create_model", MODEL), ("load_weights", LOAD))
+        for value in ("yes", 1, None)
+    ),
     ("create_model", lora(rank=0), 400, "lora_config.rank"),
     ("create_model", lora(rank=-1), 400, "lora_config.rank"),
     ("create_model", lora(rank=33), 400, "lora_config.rank"),

@@ -175,6 +175,29 @@ async def test_a_snapshot_holds_a_gradient_that_no_step_has_used(due: Harness, t
     assert await trainer.state() == expected
 
 
+async def test_a_value_head_is_restored_from_a_snapshot_and_from_the_command_log(due: Harness) -> None:
+    trainer = await Trainer.create(due, value_head=True)
+    tensors = {"target_tokens": ("int64", [2, 3, 4]), "mask": ("int64", [0, 1, 1])}
+    tensors |= {name: ("float32", [0.0, 0.5, 1.0]) for name in ("logprobs", "values", "rewards")}
+    inputs = {name: {"data": array, "dtype": dtype, "shape": [3]} for name, (dtype, array) in tensors.items()}
+    given = {"data": [{"model_input": {"chunks": [{"tokens": [1, 2, 3]}]}, "loss_fn_inputs": inputs}], "loss_fn": "ppo"}
+
+    async def step() -> dict[str, Any]:
+        passed = await trainer.do(Kind.FORWARD_BACKWARD, forward_backward_input=given)
+        await trainer.result(await trainer.optim_step())
+        return passed
+
+    first = await step()
+    assert first["loss_fn_outputs"][0]["values"]["data"] == [0.0] * 3
+    await wait_for_snapshot(due, trainer)
+    await step()
+    state = await trainer.state()
+    assert "value_head.safetensors" in state
+    await due.crash()
+    await due.start()
+    assert await trainer.state() == state
+
+
 async def test_a_snapshot_deletes_only_older_ones_of_its_model(due: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """While this engine was suspended, another one may have taken its claim, and snapshots with later numbers."""
     trainer = await Trainer.create(due)

@@ -160,6 +160,17 @@ def test_logprobs_of_every_shape_are_read_back_unchanged(outputs: list[npt.NDArr
         }
 
 
+def test_values_are_read_back_beside_logprobs_of_every_shape() -> None:
+    values = [array(3, start=1.0), array(2, start=5.0), array(2, start=7.0)]
+    body = encode_forward_backward([array(3), array(2, 4), array(2, 4)], {}, values)
+    read = deserialize_forward_backward_output(body).loss_fn_outputs
+    in_json = json.loads(to_json(body, "proto:forward_backward"))["loss_fn_outputs"]
+    for sent, output, json_output in zip(values, read, in_json, strict=True):
+        assert output["values"].tolist() == sent.tolist()
+        assert output["values"].shape == list(sent.shape)
+        assert json_output["values"] == {"data": sent.tolist(), "dtype": "float32", "shape": list(sent.shape)}
+
+
 def test_a_pass_without_data_has_no_outputs() -> None:
     body = encode_forward_backward([], {})
     assert deserialize_forward_backward_output(body).loss_fn_outputs == []
