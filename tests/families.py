@@ -140,6 +140,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma-4": {"model_type": "gemma4_text", **_PER_LAYER},
     "gemma-4 that sees": {"model_type": "gemma4", **_PER_LAYER, "pad_token_id": 0},
+    "ministral-3": {
+        "model_type": "mistral3",
+        "text_model_type": "ministral3",
+        "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+    },
     "phi": {"model_type": "phi", "partial_rotary_factor": 0.5, **_WHOLE},
     "phi-3": {"model_type": "phi3", "sliding_window": WINDOW, **_WHOLE},
     "phi-4-mini": {"model_type": "phi3", "partial_rotary_factor": 0.75, "tie_word_embeddings": True, **_WHOLE},

@@ -306,13 +306,16 @@ def host_memory_warning(config: ServerConfig, model: dict[str, Any]) -> str | No
 
 def check_layers(config: ServerConfig, model: dict[str, Any]) -> None:
     """Raise ConfigError for a mixture with adapters that vLLM does not load: it takes those on the MLPs of layers
-    without experts only if `mlp_only_layers` names some."""
-    step = model.get("decoder_sparse_step") or 1
-    if step > 1 and not model.get("mlp_only_layers") and config.backend_config.lora.train_mlp_of_mixtures == "train":
+    without experts only if `mlp_only_layers` names some, and none on experts of Hunyuan's first mixtures."""
+    step, why = model.get("decoder_sparse_step") or 1, None
+    if step > 1 and not model.get("mlp_only_layers"):
+        why = f"has layers without experts (decoder_sparse_step {step}), and vLLM loads no adapters on their MLPs"
+    elif model.get("model_type") == "hunyuan_v1_moe":
+        why = "is computed by transformers' class in vLLM, which loads no adapters on its experts"
+    if why is not None and config.backend_config.lora.train_mlp_of_mixtures == "train":
         raise ConfigError(
-            f"base_model: {config.base_model_path} has layers without experts (decoder_sparse_step {step}), and vLLM "
-            "loads no adapters on their MLPs: set trainer.policy.model.lora.train_mlp_of_mixtures to leave_out or "
-            "refuse"
+            f"base_model: {config.base_model_path} {why}: set trainer.policy.model.lora.train_mlp_of_mixtures to "
+            "leave_out or refuse"
         )
 
 

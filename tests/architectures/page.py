@@ -62,8 +62,9 @@ def render(figures: Figures, cookbook: Cookbook) -> str:
         "families": _families(measured),
         "adapted": _adapted(measured),
         "cookbook": _cookbook(found, sessions),
-        "loops": _exact(sessions, "tool_loops"),
-        "turns": _exact(sessions, "user_turns"),
+        "beyond": _beyond(found, sessions),
+        "loops": _exact(found, sessions, "tool_loops"),
+        "turns": _exact(found, sessions, "user_turns"),
         "release": cookbook.version,
         "models": str(len(found)),
         "trained": str(sum(verdict.trains for verdict in found)),
@@ -171,8 +172,15 @@ def _turns(said: str) -> str:
     return SHORT.get(said, said)
 
 
-def _exact(sessions: Mapping[str, Mapping[str, Any]], name: str) -> str:
-    return str(sum(each[name] == "exact" for each in sessions.values()))
+def _exact(found: Sequence[Verdict], sessions: Mapping[str, Mapping[str, Any]], name: str) -> str:
+    return str(sum(sessions.get(each.model, {}).get(name) == "exact" for each in found))
+
+
+def _beyond(found: Sequence[Verdict], sessions: Mapping[str, Mapping[str, Any]]) -> str:
+    """Of models that the cookbook does not know."""
+    models = {each.model for each in found}
+    rows = [[f"`{model}`", *_sessions(each)] for model, each in sessions.items() if model not in models]
+    return _table(["models", "chats", "loops of tools", "user's turns"], rows)
 
 
 def _answer(verdict: Verdict) -> str:

@@ -13,6 +13,7 @@ ROWS = {
     "gemma-3": "Gemma 3 (text)",
     "gemma-4": "Gemma 4 (text)",
     "gemma-4 that sees": "Gemma 4 (that sees)",
+    "ministral-3": "Ministral 3 (that sees)",
     "phi": "Phi-1.5, Phi-2",
     "phi-3": "Phi-3",
     "phi-4-mini": "Phi-4-mini",

@@ -1,5 +1,5 @@
-"""What becomes of agent sessions of the cookbook's models: with their own released templates where the package has
-them, else with the nearest relative's, or with vLLM's code for the family."""
+"""What becomes of agent sessions of the cookbook's models, and of some more: with their own released templates where
+the package has them, else with the nearest relative's, or with vLLM's code for the family."""
 
 from __future__ import annotations
 
@@ -79,6 +79,11 @@ SOURCES: Mapping[str, Source] = {
         f"nvidia/NVIDIA-Nemotron-{name}-BF16": Source(NEMOTRON, own=False)
         for name in ("3-Super-120B-A12B", "3-Ultra-550B-A55B", "3.5-Lightning-30B-A3B", "3.5-Super-VL-120B-A12B")
     },
+    "google/gemma-4-31B-it": Source("google-gemma-4-31B-it"),
+    "zai-org/GLM-4.7-Flash": Source("GLM-4.7-Flash"),
+    "tencent/Hy3": Source("tencent-Hy3"),
+    "mistralai/Ministral-3-14B-Reasoning-2512": Source("mistralai-Ministral-3-14B-Reasoning-2512"),
+    "MiniMaxAI/MiniMax-M3": Source("MiniMax-M3"),
     **{
         f"thinkingmachines/{name}": Source(code=Inkling, stops=("<|content_model_end_sampling|>",))
         for name in ("Inkling", "Inkling-Small", "Inkling-2-Small")

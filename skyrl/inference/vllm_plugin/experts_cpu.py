@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, relu, silu
+from torch.nn.functional import gelu, linear, relu, silu
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -71,7 +71,7 @@ def _adapters_change_experts() -> bool:
     return lora is not None and (lora.target_modules is None or EXPERTS in lora.target_modules)
 
 
-ACTIVATIONS = (MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.RELU2_NO_MUL)
+ACTIVATIONS = (MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.RELU2_NO_MUL, MoEActivation.GELU_TANH)
 _ALPHA, _LIMIT = 1.702, 7.0
 """Of gpt-oss's activation, as in vLLM's kernel for CPUs, which takes no others."""
 
@@ -105,6 +105,8 @@ class BaseExperts:
         gate, up = self.parts(y)
         if self.activation == MoEActivation.SILU:
             return silu(gate) * up
+        if self.activation == MoEActivation.GELU_TANH:
+            return gelu(gate, approximate="tanh") * up
         gate = gate.clamp(max=_LIMIT)
         return (up.clamp(-_LIMIT, _LIMIT) + 1) * gate * torch.sigmoid(gate * _ALPHA)
 

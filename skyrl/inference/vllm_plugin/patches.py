@@ -16,7 +16,7 @@ from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.model_executor.models.utils import PPMissingLayer, WeightsMapper
 from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParserManager
@@ -36,7 +36,7 @@ def patch_process() -> None:
     prefix_cache.forget_with_weights()
     prefix_cache.share_tails()
     serve_lm_head()
-    read_fused_experts()
+    read_adapters_of_mixtures()
     check_loaded_adapters()
     model_runners.score_prompts_of_first_runner()
     model_runners.score_prompts_of_second_runner()
@@ -154,12 +154,13 @@ def _allow_any_vocabulary() -> None:
     LogitsProcessorWithLoRA.create_lora_weights = create_lora_weights  # type: ignore[method-assign]
 
 
-CLASS = "Qwen3_5MoeForCausalLM"
+CLASS, HUNYUAN_3 = "Qwen3_5MoeForCausalLM", "HYV3ForCausalLM"
 """Named, not imported: most servers have another model."""
 
 
-def read_fused_experts() -> None:
-    """Read adapters on the experts of Qwen3.5's text model as vLLM reads those of the whole model.
+def read_adapters_of_mixtures() -> None:
+    """Read adapters on the experts of Qwen3.5's text model as vLLM reads those of the whole model; and those on
+    Hunyuan 3's shared experts by the name that transformers and PEFT give them.
 
     Releases of Qwen3.5 have the gate and up projections of all experts in one tensor, and PEFT trains this tensor with
     one pair of matrices. vLLM's class of the whole model reads such adapters, its class of the text model alone does
@@ -170,6 +171,8 @@ def read_fused_experts() -> None:
     def create_lora_manager(manager: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if type(model).__name__ == CLASS:
             model.is_3d_moe_weight = True
+        if type(model).__name__ == HUNYUAN_3:
+            model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr={".shared_experts.": ".shared_mlp."})
         return original(manager, model, *args, **kwargs)
 
     LRUCacheWorkerLoRAManager.create_lora_manager = create_lora_manager  # type: ignore[method-assign]

@@ -240,8 +240,12 @@ def check_config(path: str, config: Any) -> None:
 
 
 def _missing(config: Any) -> list[str]:
-    """What MiniMax-M3 and Qwen4 have, and packed rows do not."""
+    """What MiniMax-M3, Qwen4 and Llama 4 have, and packed rows do not."""
     found = []
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        found.append(f"attention in chunks of {config.attention_chunk_size} tokens (attention_chunk_size)")
+    if config.model_type == "llama4_text":
+        found.append("experts whose inputs are weighed in place of their results")
     if "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ()):
         blocks = f"{config.index_topk_blocks} blocks of {config.index_block_size} tokens"
         found.append(f"sparse attention to the {blocks} that an indexer chooses (index_topk_blocks)")

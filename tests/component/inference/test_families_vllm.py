@@ -52,6 +52,9 @@ UNSERVED = {
     "glm-5.3-flash": "as kimi-linear",
     "kimi-k2.5": "needs a processor, also for text, which only its releases have; its text part is DeepSeek-V3's",
     "nemotron-h that sees": "as kimi-k2.5; its text part is Nemotron-H's",
+    "mistral-4": "vLLM has it in Mistral's own form of files alone",
+    "mistral-4 that sees": "as mistral-4",
+    "hunyuan-moe": "vLLM computes it by transformers' class, and takes no adapters on experts there",
 }
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -67,6 +70,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3.2": ("deepseek-v3.2", {**_LATENT, "index_topk": 64}),
     "glm-5": ("glm-5", {**_LATENT, "index_topk": 64}),
     "glm-4.7-flash": ("glm-4.7-flash", _LATENT),
+    # vLLM reads these settings, which released models have.
+    "hunyuan-3": (
+        "hunyuan-3",
+        {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "route_norm": True, "qk_norm": True},
+    ),
     # Released models have yarn with these settings.
     "deepseek-v3, yarn": (
         "deepseek-v3",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import relu, silu
+from torch.nn.functional import gelu, relu, silu
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, for what vLLM imports
@@ -101,6 +101,7 @@ FUNCTIONS: dict[MoEActivation, Callable[..., torch.Tensor]] = {
     MoEActivation.SILU: lambda gate, up: silu(gate) * up,
     MoEActivation.SWIGLUOAI: _swiglu_oai,
     MoEActivation.RELU2_NO_MUL: lambda up: relu(up) ** 2,
+    MoEActivation.GELU_TANH: lambda gate, up: gelu(gate, approximate="tanh") * up,
 }
 
 

@@ -394,6 +394,11 @@ def test_a_mixture_with_dense_layers_whose_adapters_vllm_does_not_load_is_refuse
     spec(mixture, trainer__policy__model__lora__train_mlp_of_mixtures="leave_out")
     (mixture / "config.json").write_text(json.dumps(described | {"mlp_only_layers": [1]}))
     spec(mixture)
+    (mixture / "config.json").write_text(
+        json.dumps({**described, "mlp_only_layers": [1], "model_type": "hunyuan_v1_moe"})
+    )
+    with pytest.raises(ConfigError, match="by transformers' class in vLLM, which loads no adapters on its experts"):
+        spec(mixture)
 
 
 QWEN3_30B: dict[str, Any] = {

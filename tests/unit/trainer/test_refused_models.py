@@ -107,6 +107,13 @@ QWEN4: dict[str, Any] = {
     "split_ngram_parts": 1,
     "eos_token_id": 1,
 }
+LLAMA_4: dict[str, Any] = {
+    "model_type": "llama4_text",
+    "no_rope_layers": [1, 0],
+    "attention_chunk_size": 8,
+    "intermediate_size_mlp": 16,
+    "num_local_experts": 2,
+}
 FALCON: dict[str, Any] = {"model_type": "falcon", "alibi": True, "head_dim": None}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "olmoe": (
@@ -136,6 +143,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         QWEN4,
         r"\(qwen4_exp_text\) has sparse attention to the 8 tokens whose blocks an indexer chooses \(indexer_budget\) "
         r"and embeddings of n-grams with a convolution over them \(ple_layer_ids\), which is not supported",
+    ),
+    "llama-4": (
+        LLAMA_4,
+        r"\(llama4_text\) has attention in chunks of 8 tokens \(attention_chunk_size\) and experts whose inputs are "
+        "weighed in place of their results, which is not supported",
     ),
     "stablelm": ({"model_type": "stablelm"}, "the model does not pass the layout of the rows on to its attention"),
     "phi-3 with longrope": (
