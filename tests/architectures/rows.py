@@ -48,4 +48,7 @@ ROWS = {
     "hunyuan-3": "Hunyuan 3 (Hy3)",
     "mistral-4": "Mistral 4 (text)",
     "mistral-4 that sees": "Mistral 4 (that sees)",
+    "deepseek-v3.2": "DeepSeek-V3.2",
+    "glm-5": "GLM-5",
+    "glm-5.3-flash": "GLM-5.3-Flash",
 }

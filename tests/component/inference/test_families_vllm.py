@@ -57,6 +57,7 @@ UNSERVED = {
     "hunyuan-moe": "vLLM computes it by transformers' class, and takes no adapters on experts there",
 }
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+_ENOUGH = {"index_topk": 64, "index_head_dim": 96}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 _PARTIAL = {
     **{"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
@@ -67,8 +68,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # vLLM's kernels for CPUs take these sizes.
     "deepseek-v3": ("deepseek-v3", _LATENT),
     # vLLM has sparse attention for GPUs alone: among so many tokens it is dense (`SPARSE`).
-    "deepseek-v3.2": ("deepseek-v3.2", {**_LATENT, "index_topk": 64}),
-    "glm-5": ("glm-5", {**_LATENT, "index_topk": 64}),
+    "deepseek-v3.2": ("deepseek-v3.2", {**_LATENT, **_ENOUGH}),
+    "glm-5": ("glm-5", {**_LATENT, **_ENOUGH}),
     "glm-4.7-flash": ("glm-4.7-flash", _LATENT),
     # vLLM reads these settings, which released models have.
     "hunyuan-3": (
