@@ -63,8 +63,8 @@ INKLING: dict[str, Any] = {
     "rel_extent": 8,
 }
 """Its attention has position biases."""
-GLM_5: dict[str, Any] = {
-    "model_type": "glm_moe_dsa",
+AXK2: dict[str, Any] = {
+    "model_type": "axk2",
     "num_key_value_heads": 2,
     "q_lora_rank": 8,
     "kv_lora_rank": 8,
@@ -134,7 +134,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "falcon": (FALCON, r"FalconForCausalLM.*: no linear layers of a known name found"),
     "inkling": (INKLING, "InklingForCausalLM.*: the projections of model.layers.0 are none that LoRA can train"),
-    "glm-5": (GLM_5, r"\(glm_moe_dsa\) has sparse attention to the 2048 tokens that an indexer chooses"),
     "minimax-m3": (
         MINIMAX_M3,
         r"\(minimax_m3_vl_text\) has sparse attention to the 16 blocks of 128 tokens that an indexer chooses",
@@ -149,6 +148,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"\(llama4_text\) has attention in chunks of 8 tokens \(attention_chunk_size\) and experts whose inputs are "
         "weighed in place of their results, which is not supported",
     ),
+    "ax-k2": (AXK2, r"\(axk2\) has sparse attention to the 2048 tokens .*, of another kind than deepseek_v32, glm_moe"),
     "stablelm": ({"model_type": "stablelm"}, "the model does not pass the layout of the rows on to its attention"),
     "phi-3 with longrope": (
         {"model_type": "phi3", "original_max_position_embeddings": 32, "rope_parameters": LONGROPE},
@@ -182,7 +182,7 @@ REFUSED_IN_FULL: dict[str, tuple[dict[str, Any], str]] = {
         "the model computes attention itself, not by transformers' attention interface",
     ),
     "inkling": (INKLING, "keeps a state along a sequence in a way that is not known"),
-    "glm-5": (GLM_5, r"\(glm_moe_dsa\) has sparse attention to the 2048 tokens that an indexer chooses"),
+    "ax-k2": (AXK2, r"\(axk2\) has sparse attention to the 2048 tokens .*, of another kind than deepseek_v32, glm_moe"),
 }
 
 

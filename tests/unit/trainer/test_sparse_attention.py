@@ -32,6 +32,7 @@ from transformers import AutoConfig
 
 from skyrl.base.config.server import ConfigError
 from skyrl.trainer.attention import indexers, packed_attention
+from skyrl.trainer.attention.packed_attention import AttentionCall
 from skyrl.trainer.attention.sparse import Chosen, packed, unpacked
 from skyrl.trainer.model.loading import model_class
 from skyrl.trainer.protocol import Datum
@@ -155,6 +156,15 @@ def test_indexers_that_choose_otherwise_are_refused_at_the_start(
     monkeypatch.setattr(indexers, part, other)
     with pytest.raises(ConfigError, match=r"chooses other tokens for its sparse attention on packed rows than in tran"):
         make_backend(path=_path(family, topk))
+
+
+def test_a_layers_own_mask_shows_no_later_tokens() -> None:
+    """Of GLM-5.3-Flash, whose layers make it of what indexers have chosen."""
+    mask = torch.full((1, 1, 5, 5), -1e9).triu(1)
+    AttentionCall("layer 1", None, None, (), mask).check()
+    mask[0, 0, 2, 3] = 0
+    with pytest.raises(ValueError, match="layer 1: a token sees later ones, which is not supported"):
+        AttentionCall("layer 1", None, None, (), mask).check()
 
 
 def test_an_indexer_of_another_kind_is_refused(tmp_path: Path) -> None:
