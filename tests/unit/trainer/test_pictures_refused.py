@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from custom_losses import traced
 from picture_support import Picture, Sequences, mixed, text
 from torch_lora_support import make_backend, ok, saved, spec
 
@@ -162,6 +163,27 @@ def test_a_loss_does_not_see_the_targets_that_are_pictures(
     first = mixed().data[0].pictures[0]
     assert logprobs[0][0][first.start] != logprobs[1][0][first.start]
     assert all(np.isfinite(each).all() for each in logprobs[1])
+
+
+def test_a_custom_loss_may_have_no_gradient_at_a_picture(make: Callable[[], LoraBackend], tmp_path: Path) -> None:
+    """It gets all logprobs, those at pictures too, and must leave these out."""
+    datum, files = _one()
+    assert datum.loss_inputs["weights"][3:9].tolist() == [0.0] * 6
+    everywhere = traced(lambda logprobs, weights: (logprobs.sum(), {}), weights=1)
+    chosen = traced(lambda logprobs, weights: (-(logprobs * weights).sum(), {}), weights=1)
+    sent = TrainingPass("m", [datum], "custom", files=files)
+    (refused,) = make().run([replace(sent, custom_loss=everywhere)])
+    assert str(refused) == (
+        "data[0]: loss_fn: custom loss '<lambda>': has a gradient at position 3, whose target is a token of a picture: "
+        "pictures are never trained on"
+    )
+    states = []
+    for training_pass in (replace(sent, custom_loss=chosen), replace(sent, loss_fn="cross_entropy")):
+        backend = make()
+        ok(backend.run([training_pass]))
+        states.append(saved(backend, "m", tmp_path / training_pass.loss_fn))
+    for name in states[0]:
+        np.testing.assert_allclose(states[0][name], states[1][name], rtol=1e-4, atol=1e-5)
 
 
 def test_several_targets_a_row_have_no_loss_at_pictures_either(make: Callable[[], LoraBackend]) -> None:
