@@ -404,7 +404,7 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("create_custom_loss", node(kwargs={"out": {"ref": "logprobs"}}), 400, "graph.nodes[1].kwargs"),
     ("create_custom_loss", node(kwargs={"dtype": {"dtype": "complex64"}}), 400, "graph.nodes[1].kwargs.dtype"),
     ("create_custom_loss", node(args=[[[[[[[[[[[1]]]]]]]]]]]), 400, "graph.nodes[1].args"),
-    ("create_custom_loss", node(kwargs={"dim": [0] * 40_000}), 400, "graph"),
+    ("create_custom_loss", node(kwargs={"dim": [0] * 80_000}), 400, "graph"),
     ("create_custom_loss", returning({"ref": "sum_1"}), 400, "graph.nodes[2].args"),
     (
         "create_custom_loss",

@@ -58,8 +58,9 @@ def training_routes(services: Services) -> Routes:
         session = await services.session_life.active(body.session_id, tenant)
         if not 0 <= seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="custom_loss_seq_id")
+        stored = encode_loss(body)
         read_loss(body)
-        loss = StoredLoss(custom_loss_id_of(session.id, seq_id), session.id, tenant, seq_id, encode_loss(body))
+        loss = StoredLoss(custom_loss_id_of(session.id, seq_id), session.id, tenant, seq_id, stored)
         request = NewRequest(kind=Kind.CREATE_CUSTOM_LOSS, tenant=tenant, session_id=session.id, body=b"")
         outcome = Outcome(encode_json({"type": "create_custom_loss", "loss_id": loss.id}))
         call.recorded = await services.futures.record_ended(request, outcome, lambda c: custom_losses.add(c, loss))

@@ -12,7 +12,7 @@ from typing import Any
 MAX_NODES = 512
 MAX_INPUTS = 16
 MAX_METRICS = 64
-MAX_GRAPH_BYTES = 64 * 2**10
+MAX_GRAPH_BYTES = 128 * 2**10
 """Size of a custom loss in the database, as JSON."""
 MAX_LOSSES = 64
 """Custom losses of one session."""

@@ -185,9 +185,9 @@ def created_custom_loss(user: User) -> None:
         takes = loss.__code__.co_varnames[: loss.__code__.co_argcount]
         handle = wait(user.service.create_custom_loss(loss, {name: ranks[name] for name in takes}))
         assert handle.loss_id is not None
-        before = user.asked("/api/v1/forward_backward")
+        before = user.asked("POST /api/v1/forward_backward")
         server = wait(trained[0].forward_backward_custom(data, handle))
-        assert user.asked("/api/v1/forward_backward") == before + 1
+        assert user.asked("POST /api/v1/forward_backward") == before + 1
         client = wait(trained[1].forward_backward_custom(data, dataclasses.replace(handle, loss_id=None)))
         forward = wait(trained[0].forward(data, "custom", {"loss_id": handle.loss_id}))
         for output in (server, forward):
