@@ -17,10 +17,11 @@ from typing import Any
 
 import msgspec
 
-from skyrl.base.types.weights import RankPattern
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.requests import LoraConfig
 
+RankPattern = tuple[tuple[str, int], ...]
+"""Expressions and ranks, in the order in which they are tried."""
 METADATA_KEY = "skyrl.rank_pattern"
 MAX_PATTERNS = 128
 MAX_PATTERN_CHARS = 128

@@ -40,6 +40,14 @@ async def create(api: Api, session_id: str, seq_id: int, base_model: str) -> Any
     return await api.post("create_model", wanted)
 
 
+async def test_a_whole_model_has_no_ranks_of_layers(api: Api) -> None:
+    mine = (await api.post("create_session", {})).json()["session_id"]
+    wanted = {"session_id": mine, "model_seq_id": 0, "base_model": STUDENT}
+    refused = await api.post("create_model", wanted | {"lora_config": {"rank": 0, "rank_pattern": {"q_proj": 2}}})
+    assert refused.status_code == 400
+    assert refused.json()["detail"].startswith("lora_config.rank_pattern: this server trains whole models")
+
+
 async def test_each_base_model_has_a_turn_of_its_own(api: Api) -> None:
     mine = (await api.post("create_session", {})).json()["session_id"]
     assert (await create(api, mine, 0, STUDENT)).status_code == 200
