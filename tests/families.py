@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from skyrl.base.pictures.vision import SEES
+from skyrl.trainer.experts.routing import CORRECTIONS
 from skyrl.trainer.model.loading import SEEING, model_class
 
 VOCAB, CONTEXT, WINDOW = 128, 128, 8
@@ -63,6 +64,7 @@ VISION_OF: dict[str, dict[str, Any]] = {
     "gemma4": {**_LAYERS, "intermediate_size": 48, "num_key_value_heads": 2, "position_embedding_size": 16},
     "mistral3": {**_LAYERS, "intermediate_size": 48, "image_size": 32, "head_dim": 16},
     "kimi_k25": {**_LAYERS, "intermediate_size": 48},
+    "inkling_mm_model": {"n_layers": 3, "patch_size": 2, "temporal_patch_size": 2},
     "nemotron_h_omni": {**_LAYERS, "image_size": 32, "max_img_size": 64, "video_temporal_patch_size": 2},
     "qwen3_5": {**VISION, "deepstack_visual_indexes": []},
     "qwen3_5_moe": {**VISION, "deepstack_visual_indexes": []},
@@ -179,6 +181,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
     },
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "use_sliding_window": False, **_WHOLE},
+    "lfm2": {
+        "model_type": "lfm2",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": True,
+        **_WHOLE,
+    },
     "qwen3.5": {"model_type": "qwen3_5_text", **_DELTA_RULE},
     "qwen3.5 that sees": {"model_type": "qwen3_5", **_DELTA_RULE, "rope_parameters": _MROPE},
     "qwen3-vl": {"model_type": "qwen3_vl", "rope_parameters": _MROPE},
@@ -261,7 +271,7 @@ _MISTRAL_4: dict[str, Any] = {
 }
 
 _RANDOM_TOO = (
-    *("experts.gate_up_proj_bias", "experts.down_proj_bias", "e_score_correction_bias"),
+    *("experts.gate_up_proj_bias", "experts.down_proj_bias", *CORRECTIONS),
     *("index_kpool_compress_ape", "index_kpool_compress_gate"),
 )
 """Tensors to which transformers gives equal numbers at first."""
@@ -336,6 +346,37 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
     "nemotron-h": {"model_type": "nemotron_h", **_MAMBA, **_SCALED},
     "nemotron-h that sees": {"model_type": "nemotron_h_omni", **_MAMBA, **_SCALED},
+    "inkling": {
+        "model_type": "inkling_mm_model",
+        "num_hidden_layers": 3,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 1,
+        "swa_head_dim": 16,
+        "sliding_window_size": WINDOW,
+        "d_rel": 4,
+        "rel_extent": 12,
+        "log_scaling_n_floor": 16,
+        "log_scaling_alpha": 0.5,
+        "logits_mup_width_multiplier": 2.0,
+        "moe_intermediate_size": 48,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "route_scale": 2.0,
+    },
+    "lfm2-moe": {
+        "model_type": "lfm2_moe",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "moe_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.5,
+        **_WHOLE,
+    },
     "kimi-linear": {
         "model_type": "kimi_linear",
         "num_hidden_layers": 3,
@@ -415,9 +456,10 @@ def save_random(settings: dict[str, Any], path: Path) -> str:
         tied = given.get("tie_word_embeddings", False)
         vision = VISION_OF.get(model_type, VISION)
         ids = PICTURE_TOKENS if model_type in SEES else {}
-        config = AutoConfig.for_model(
-            model_type, text_config=given, vision_config=vision, tie_word_embeddings=tied, **ids
-        )
+        towers: dict[str, Any] = {"vision_config": vision}
+        if model_type == "inkling_mm_model":
+            towers["audio_config"] = {"n_mel_bins": 4, "mel_vocab_size": 8}
+        config = AutoConfig.for_model(model_type, text_config=given, **towers, tie_word_embeddings=tied, **ids)
     else:
         config = AutoConfig.for_model(model_type, **given)
     with torch.random.fork_rng():

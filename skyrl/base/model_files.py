@@ -74,6 +74,8 @@ TrainMlpOfMixtures = Literal["train", "leave_out", "refuse"]
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which configurations count experts. Qwen3-MoE writes the second one, and means the first."""
+_DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "dense_mlp_idx")
+"""Names under which configurations count the first layers, which have no experts."""
 _WITH_EXPERTS = ("sparse", "moe", "E")
 """What configurations that name the kind of each layer call one with experts."""
 
@@ -117,7 +119,8 @@ def layers_with_experts(config: dict[str, Any]) -> list[int]:
     for name in ("mlp_layer_types", "layers_block_type", "hybrid_override_pattern"):
         if found := [number for number, kind in enumerate(config.get(name) or ()) if kind in _WITH_EXPERTS]:
             return found
-    first, dense = config.get("first_k_dense_replace") or 0, config.get("mlp_only_layers") or ()
+    first = next((count for name in _DENSE_FIRST if (count := config.get(name))), 0)
+    dense = config.get("mlp_only_layers") or ()
     step = config.get("decoder_sparse_step") or 1
     numbers = range(first, config["num_hidden_layers"])
     return [number for number in numbers if number not in dense and (number + 1) % step == 0]

@@ -21,7 +21,7 @@ from skyrl.base.pictures.picture import MAX_PICTURES
 
 _DELTA_RULE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj")
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
-_MLP = ("gate_proj", "up_proj", "down_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj", "w1", "w3", "w2")
 CPU_LORA_TARGETS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "dense"),
     *(*_DELTA_RULE, *_LATENT, "in_proj"),
@@ -38,7 +38,7 @@ MIXTURE_LORA_TARGETS = (
 """Where adapters do not train experts. With more, vLLM keeps room for adapters on every expert, in each slot: many
 times the memory of the rest."""
 TRAINED_MIXTURE_LORA_TARGETS = (*MIXTURE_LORA_TARGETS, "experts", *_MLP)
-"""The last three are the MLPs of layers without experts, and shared experts."""
+"""The last ones are the MLPs of layers without experts, and shared experts."""
 
 KEPT_ADAPTERS_BYTES = 10**9
 CPU_KV_BYTES = 256 * 2**20
@@ -47,6 +47,7 @@ BLOCK_TOKENS = 32
 finds only whole blocks in its prefix cache: a prompt shorter than a block would be found by nobody."""
 _HYBRID_BLOCK_TOKENS, _LATENT_BLOCK_TOKENS = 128, 16
 """What vLLM starts from where layers keep states, and what it always takes for latent attention."""
+_FOR_GPUS = ("kimi_linear", "inkling_text")
 _GPT_OSS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
@@ -92,8 +93,9 @@ def check_served(path: str, model: dict[str, Any], *, cuda: bool) -> None:
                 raise ConfigError(f"base_model: {path}/config.json has {name} {model[name]}, and vLLM computes {value}")
     if cuda:
         return
-    if model.get("model_type") == "kimi_linear":
-        raise ConfigError(f"base_model: {path}/config.json has model_type {model['model_type']}: vLLM needs a GPU")
+    kind = "inkling_text" if "rel_extent" in model else model.get("model_type")  # which a part of a model may lack
+    if kind in _FOR_GPUS:
+        raise ConfigError(f"base_model: {path}/config.json has model_type {kind}: vLLM needs a GPU")
     if model.get("index_topk") is not None:
         raise ConfigError(
             f"base_model: {path}/config.json has index_topk {model['index_topk']}: "
@@ -121,6 +123,16 @@ def has_mamba(model: dict[str, Any]) -> bool:
     return "mamba_num_heads" in model
 
 
+def has_short_convolution(model: dict[str, Any]) -> bool:
+    """Whether some layers are a short convolution: LFM2."""
+    return "conv_L_cache" in model
+
+
+def keeps_states(model: dict[str, Any]) -> bool:
+    """Whether some layers keep a state for each sequence in the place of keys and values."""
+    return has_delta_rule(model) or has_mamba(model) or has_short_convolution(model)
+
+
 def has_latent_attention(model: dict[str, Any]) -> bool:
     """Whether attention keeps one latent vector for each token: DeepSeek and Kimi-K2."""
     return "kv_lora_rank" in model and "qk_rope_head_dim" in model
@@ -134,7 +146,7 @@ def cpu_options(
     of states would need prompts that are split, which a CPU cannot do with seeds. `given_block`: the operator's own
     `block_size`; None for the one that is chosen here."""
     tokens = given_block if isinstance(given_block, int) and given_block > 0 else BLOCK_TOKENS
-    states = has_delta_rule(model) or has_mamba(model)
+    states = keeps_states(model)
     blocks, kv_gib = _kv_cache(model, length, sequences, tokens)
     return {
         "dtype": "bfloat16" if has_delta_rule(model) or quantization is not None else "float32",
@@ -199,7 +211,7 @@ def _blocks(model: dict[str, Any], length: int, block_tokens: int) -> tuple[int,
         return 4 * _LATENT_BLOCK_TOKENS * layers * width, math.ceil(length / _LATENT_BLOCK_TOKENS)
     heads = model.get("num_key_value_heads") or model["num_attention_heads"]
     width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-    if has_delta_rule(model) or has_mamba(model):
+    if keeps_states(model):
         block_tokens = _HYBRID_BLOCK_TOKENS
     attention = 2 * block_tokens * heads * width
     per_sequence = math.ceil(length / block_tokens)
@@ -214,6 +226,10 @@ def _blocks(model: dict[str, Any], length: int, block_tokens: int) -> tuple[int,
         full = sum(kinds.count(name) for name in ("attention", "full_attention", "*"))
         layers = full + sum(kinds.count(name) for name in ("mamba", "linear_attention", "M"))
         state = 4 * model["mamba_num_heads"] * model["mamba_head_dim"] * model["ssm_state_size"]
+    elif has_short_convolution(model):
+        attention *= 4
+        full = model["layer_types"].count("full_attention") if "layer_types" in model else len(model["full_attn_idxs"])
+        state = 4 * model["hidden_size"] * (model["conv_L_cache"] - 1)
     else:
         return 4 * layers * attention, per_sequence
     # vLLM keeps a layer's state in one block, which is as large for attention. Layers share blocks in groups, each with

@@ -122,6 +122,7 @@ RENDERED_BY_VLLM = {
     "deepseek_v41": ("deepseek_v41", "deepseek_v41"),
     "kimi_k3": ("kimi_k3", "kimi_k3"),
     "inkling_mm_model": ("inkling", "inkling"),
+    "inkling2": ("inkling", "inkling"),
 }
 """The parsers of calls and of thoughts for each `model_type` whose chats vLLM renders with code of its own. A template
 says nothing about these, and some of their models have none."""

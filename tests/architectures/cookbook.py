@@ -35,6 +35,7 @@ MODEL_TYPES = (
     (r"zai-org/GLM-5\.3", "glm_moe_dsa"),
     (r"nvidia/NVIDIA-Nemotron-3\S*-VL-", "nemotron_h_omni"),
     (r"nvidia/NVIDIA-Nemotron-3", "nemotron_h"),
+    (r"thinkingmachines/Inkling-2", "inkling2"),
     (r"thinkingmachines/Inkling", "inkling_mm_model"),
 )
 """The first pattern that matches the beginning of a model's name gives its `model_type`."""

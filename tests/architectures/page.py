@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from skyrl.base.config.server import ConfigError
-from skyrl.trainer.files.config import SAME_CLASS
+from skyrl.trainer.files.config import NEWER, SAME_CLASS
 from skyrl.trainer.model.base_model import check_config
 from tests.architectures.cookbook import Cookbook, model_type_of
 from tests.architectures.rows import ROWS
@@ -113,7 +113,8 @@ def _why(model_type: str, refused: Mapping[str, str]) -> str:
     """Why the trainer does not take models of this type."""
     known = SAME_CLASS.get(model_type, model_type)
     if known not in CONFIG_MAPPING:
-        return f"transformers {transformers.__version__} has no class for it"
+        newer = f"; {NEWER[known]} has one" if known in NEWER else ""
+        return f"transformers {transformers.__version__} has no class for it{newer}"
     part = text_part(model_type)
     try:
         check_config("", AutoConfig.for_model(known))

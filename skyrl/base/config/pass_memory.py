@@ -87,7 +87,7 @@ class Widths:
     def of(model: Mapping[str, Any]) -> Widths | None:
         """By the text model's part of config.json; None for a mixture of experts, for layers that keep states, for
         latent attention, and where a size is missing."""
-        other = ("linear_key_head_dim", "mamba_num_heads", "kv_lora_rank")
+        other = ("linear_key_head_dim", "mamba_num_heads", "conv_L_cache", "kv_lora_rank")
         if experts_of(dict(model)) or any(name in model for name in other):
             return None
         try:

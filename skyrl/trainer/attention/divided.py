@@ -14,7 +14,7 @@ with Blockwise Transformers", arXiv 2310.01889; the formulas of the backward are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from skyrl.trainer.attention.relative import RelativeBias, bias_of
 from skyrl.trainer.attention.sparse import unpacked
 from skyrl.trainer.collectives import Exchange
 from skyrl.trainer.shares import SequencePart
@@ -76,14 +77,18 @@ def attend_to(
     distance: int,
     scoring: Scoring,
     chosen: ChosenKeys | None = None,
+    relative: RelativeBias | None = None,
 ) -> None:
     """Add keys to what the queries have attended to, in place. query: [heads, q, head_dim], key [kv_heads, k,
     head_dim], value [kv_heads, k, value_dim]; the first query is `distance` tokens after the first key, or before it if
-    that is negative. A query sees the keys up to itself, or those `chosen` of them."""
+    that is negative. A query sees the keys up to itself, or those `chosen` of them. relative: with states [heads, q,
+    n]."""
     kv_heads = len(key)
     for rows, columns in _blocks(len(query), query.shape[1], key.shape[1], distance, scoring.window):
         states = _grouped(query[:, rows], kv_heads)
         scores, _ = _scores(states, key[:, columns], scoring)
+        if relative is not None:
+            scores += _bias(relative, rows, columns, distance).view_as(scores)
         scores = _masked(scores, rows, columns, distance, scoring.window, chosen)
         most = scores.amax(-1).clamp_(min=torch.finfo(torch.float32).min)  # -inf of a query that sees no key here
         weights = scores.sub_(most[..., None]).exp_()
@@ -101,12 +106,15 @@ def attend_to(
 @dataclass(frozen=True)
 class Attended:
     """Queries [heads, q, head_dim] that have attended to all their keys. sums: `SoftmaxSum.sums`. gradient: of their
-    outputs [heads, q, value_dim]. delta: float32 [heads, q], the sum of each output times its gradient."""
+    outputs [heads, q, value_dim]. delta: float32 [heads, q], the sum of each output times its gradient. `relative`: as
+    in `attend_to`; `of_relative`: float32, what its gradients are added to."""
 
     query: Tensor
     sums: Tensor
     gradient: Tensor
     delta: Tensor
+    relative: RelativeBias | None = None
+    of_relative: RelativeBias | None = None
 
 
 def gradients_to(
@@ -128,6 +136,8 @@ def gradients_to(
         states = _grouped(query[:, rows], kv_heads)
         keys, values = key[:, columns], value[:, columns]
         scores, slope = _scores(states, keys, scoring)
+        if attended.relative is not None:
+            scores += _bias(attended.relative, rows, columns, distance).view_as(scores)
         scores = _masked(scores, rows, columns, distance, scoring.window, chosen)
         weights = scores.sub_(_by_kv_head(attended.sums[:, rows], kv_heads)[..., None]).exp_().flatten(1, 2)
         of_output = _grouped(attended.gradient[:, rows], kv_heads).to(value.dtype)
@@ -136,6 +146,8 @@ def gradients_to(
         of_scores = of_scores.sub_(_by_kv_head(attended.delta[:, rows], kv_heads).flatten(1, 2)[..., None]).mul_(
             weights
         )
+        if attended.relative is not None and attended.of_relative is not None:
+            _add_gradients(attended.of_relative, attended.relative, of_scores, rows, columns, distance)
         if slope is not None:
             of_scores.mul_(slope)
         of_scores = of_scores.mul_(scoring.scale).to(query.dtype)
@@ -180,6 +192,26 @@ def _scores(states: Tensor, keys: Tensor, scoring: Scoring) -> tuple[Tensor, Ten
     return capped.mul_(scoring.softcap), slope
 
 
+def _bias(relative: RelativeBias, rows: slice, columns: slice, distance: int) -> Tensor:
+    """[heads, rows, columns]."""
+    places = torch.arange(rows.start + distance, rows.stop + distance, device=relative.states.device)
+    apart = places[:, None] - torch.arange(columns.start, columns.stop, device=places.device)
+    return bias_of(relative.states[:, rows], relative.profiles, apart)
+
+
+def _add_gradients(
+    total: RelativeBias, relative: RelativeBias, of_scores: Tensor, rows: slice, columns: slice, distance: int
+) -> None:
+    """Add those by way of a block's biases. of_scores: float32 [kv_heads, grouped queries, columns]."""
+    used = RelativeBias(*(each.detach().requires_grad_() for each in (relative.states, relative.profiles)))
+    with torch.enable_grad():
+        bias = _bias(used, rows, columns, distance)
+    of_bias = of_scores.view(bias.shape).to(bias.dtype)
+    of_states, of_profiles = torch.autograd.grad(bias, (used.states, used.profiles), of_bias)
+    total.states[:, rows] += of_states[:, rows]
+    total.profiles.add_(of_profiles)
+
+
 def _masked(
     scores: Tensor, rows: slice, columns: slice, distance: int, window: int | None, chosen: ChosenKeys | None
 ) -> Tensor:
@@ -207,12 +239,15 @@ def divided_attention(
     scoring: Scoring,
     sinks: Tensor | None,
     bits: Tensor | None = None,
+    relative: RelativeBias | None = None,
 ) -> Tensor:
     """query [heads, rows, head_dim], key [kv_heads, rows, head_dim] and value [kv_heads, rows, value_dim] of this
     rank's rows; returns [heads, rows, value_dim] in the query's dtype. sinks: as `attention_kernels.attend`; frozen.
-    bits: uint8 [1, rows, ...], of each row for each token of the sequence whether it is chosen; None: all are."""
+    bits: uint8 [1, rows, ...], of each row for each token of the sequence whether it is chosen; None: all are.
+    relative: with states [heads, rows, n]."""
+    of_queries = (None, None) if relative is None else (relative.states, relative.profiles)
     sharing = _Sharing(part, scoring.window)
-    made: Tensor = _DividedAttention.apply(query, key, value, sinks, bits, sharing, scoring)
+    made: Tensor = _DividedAttention.apply(query, key, value, *of_queries, sinks, bits, sharing, scoring)
     return made
 
 
@@ -297,34 +332,42 @@ class _DividedAttention(Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        states: Tensor | None,
+        profiles: Tensor | None,
         sinks: Tensor | None,
         bits: Tensor | None,
         sharing: _Sharing,
         scoring: Scoring,
     ) -> Tensor:
-        (queries,) = sharing.given(query)
+        queries, *others = sharing.given(query, *([] if states is None else [states]))
+        biases = _biases(others, profiles)
         chosen: list[Tensor | None] = [None, None]
         if bits is not None:
             chosen = [half[0] for half in sharing.given(bits)[0]]
         running = [SoftmaxSum.begin(half, value.shape[2], sinks) for half in queries]
         for keys in _steps(key, value, sharing):
             if keys is not None:
-                for half, state, start, own in zip(queries, running, sharing.starts, chosen, strict=True):
-                    attend_to(state, half, keys.key, keys.value, start - keys.start, scoring, keys.of(own))
+                of_halves = zip(queries, running, sharing.starts, chosen, biases, strict=True)
+                for half, state, start, own, bias in of_halves:
+                    attend_to(state, half, keys.key, keys.value, start - keys.start, scoring, keys.of(own), bias)
         output = sharing.given_back([state.output.to(query.dtype) for state in running])
-        ctx.save_for_backward(*queries, *(state.sums for state in running), key, value, output)
+        of_states = others[0] if others else [None, None]
+        ctx.save_for_backward(*queries, *(state.sums for state in running), *of_states, profiles, key, value, output)
         ctx.sharing, ctx.scoring, ctx.chosen = sharing, scoring, chosen
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, key, value, output = ctx.saved_tensors
-        queries, sums = saved[:2], saved[2:]
+        *saved, profiles, key, value, output = ctx.saved_tensors
+        queries, sums, of_states = saved[:2], saved[2:4], saved[4:]
+        biases = _biases([of_states] if profiles is not None else [], profiles)
+        of_biases = [None if bias is None else bias.zeros() for bias in biases]
         sharing: _Sharing = ctx.sharing
         scoring: Scoring = ctx.scoring
         (gradient,) = gradients
         of_outputs, deltas = sharing.given(gradient, (gradient.float() * output.float()).sum(-1))
-        attended = [Attended(*of_half) for of_half in zip(queries, sums, of_outputs, deltas, strict=True)]
+        halves = zip(queries, sums, of_outputs, deltas, biases, of_biases, strict=True)
+        attended = [Attended(*of_half) for of_half in halves]
         of_queries = [torch.zeros_like(half, dtype=torch.float32) for half in queries]
         own = [torch.zeros_like(each, dtype=torch.float32) for each in (key, value)]
         for step, keys in enumerate(_steps(key, value, sharing)):
@@ -341,7 +384,20 @@ class _DividedAttention(Function):
                 for total, received in zip(own, exchange.wait(), strict=later is not None):
                     total += received
         of_query = sharing.given_back([half.to(gradient.dtype) for half in of_queries])
-        return of_query, own[0].to(key.dtype), own[1].to(value.dtype), None, None, None, None
+        of_states = of_profiles = None
+        if profiles is not None:
+            sums = [bias for bias in of_biases if bias is not None]
+            of_states = sharing.given_back([bias.states.to(gradient.dtype) for bias in sums])
+            of_profiles = torch.stack([bias.profiles for bias in sums]).sum(0).to(profiles.dtype)
+        nothing = (None, None, None, None)
+        return of_query, own[0].to(key.dtype), own[1].to(value.dtype), of_states, of_profiles, *nothing
+
+
+def _biases(halves: Sequence[Sequence[Tensor]], profiles: Tensor | None) -> list[RelativeBias | None]:
+    """halves: of the states of both halves of the queries, if there are any."""
+    if profiles is None:
+        return [None, None]
+    return [RelativeBias(states, profiles) for states in halves[0]]
 
 
 def _steps(key: Tensor, value: Tensor, sharing: _Sharing) -> Iterator[_Keys | None]:

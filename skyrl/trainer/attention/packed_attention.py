@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from skyrl.trainer.attention.divided import Scoring, divided_attention
+from skyrl.trainer.attention.relative import RelativeBias, bias_of
 from skyrl.trainer.attention.sparse import Chosen, attend_to_chosen
 from skyrl.trainer.device import HOST
 from skyrl.trainer.reused import Reused
@@ -40,23 +41,27 @@ def attend(
     scale: float | None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    relative: RelativeBias | None = None,
+    places: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """query [count, heads, q, head_dim], key [count, kv_heads, k, head_dim] and value [count, kv_heads, k, value_dim]
     of one dtype; returns [count, heads, q, value_dim] in that dtype. `heads` is a multiple of `kv_heads`.
 
-    mask: bool [q, k] or [count, 1, q, k], True where a query sees a key; without softcap and sinks also numbers of
-    query's dtype, which are added to the scores. None: each query sees every key. With `causal` there is no mask, q
-    equals k, and query i sees the keys 0 to i. `scale` (default: head_dim^-0.5) multiplies the scores. A query that
-    sees no key gets a finite result without meaning.
+    mask: bool [q, k] or [count, 1, q, k], True where a query sees a key; without softcap, sinks and relative biases
+    also numbers of query's dtype, which are added to the scores. None: each query sees every key. With `causal` there
+    is no mask, q equals k, and query i sees the keys 0 to i. `scale` (default: head_dim^-0.5) multiplies the scores. A
+    query that sees no key gets a finite result without meaning.
 
     softcap: the scores become softcap * tanh(scores / softcap) before the mask (Gemma 2, arXiv 2408.00118, section 2).
     sinks: float32 [heads], one more score per head that takes part in the softmax and has no value (gpt-oss, arXiv
-    2508.10925, section 2.3). Without both, torch's scaled_dot_product_attention computes the result. With one of them
-    the scores are made in blocks of queries, the softmax in float32; with gradients and more than one block, backward
-    computes each block again, and adds the blocks' gradients of keys and values in float32 (`Reused`).
+    2508.10925, section 2.3). relative: biases of the scores, with states [count, heads, q, n], and places: int64 [q]
+    and [k], of queries and keys; their difference is the distance. Without these, torch's scaled_dot_product_attention
+    computes the result. With one of them the scores are made in blocks of queries, the softmax in float32; with
+    gradients and more than one block, backward computes each block again, and adds the blocks' gradients of keys and
+    values in float32 (`Reused`).
     """
     assert not (causal and mask is not None)
-    if softcap is None and sinks is None:
+    if softcap is None and sinks is None and relative is None:
         if mask is not None and wants_all_heads(query.device):
             key, value = for_all_heads(key, query.shape[1]), for_all_heads(value, query.shape[1])
         return torch.nn.functional.scaled_dot_product_attention(
@@ -65,11 +70,13 @@ def attend(
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     count, heads, rows, _ = query.shape
     length = key.shape[2]
-    step = max(1, SCORES_BYTES // (4 * count * heads * length))
+    step = max(1, SCORES_BYTES // (4 * count * heads * (length + (0 if relative is None else relative.extent))))
     if rows <= step:
         block = _causal_mask(0, rows, query.device) if causal else mask
-        return _explicit(query, key, value, block, factor, softcap, sinks)
+        biases = () if relative is None else (relative.states, relative.profiles, places)
+        return _explicit(query, key, value, block, factor, softcap, sinks, *biases)
     keys, values = Reused(key), Reused(value)
+    profiles = None if relative is None else Reused(relative.profiles)
     parts = []
     for start in range(0, rows, step):
         stop = min(rows, start + step)
@@ -77,7 +84,11 @@ def attend(
         if mask is not None:
             block = mask[..., start:stop, :]
         seen = slice(None), slice(None), slice(stop if causal else length)
-        arguments = (query[:, :, start:stop], keys.use(*seen), values.use(*seen), block, factor, softcap, sinks)
+        arguments: tuple[Any, ...] = (keys.use(*seen), values.use(*seen), block, factor, softcap, sinks)
+        arguments = (query[:, :, start:stop], *arguments)
+        if relative is not None and profiles is not None and places is not None:
+            of_block = places[0][start:stop], places[1][seen[2]]
+            arguments += relative.states[:, :, start:stop], profiles.use(), of_block
         if torch.is_grad_enabled():
             parts.append(checkpoint(_explicit, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
@@ -112,8 +123,12 @@ def _explicit(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    states: Tensor | None = None,
+    profiles: Tensor | None = None,
+    places: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """softmax(softcap(scale * query key^T)) value, where the sinks add their exponentials to the softmax's sum."""
+    """softmax(softcap(scale * query key^T) + bias) value, where the sinks add their exponentials to the softmax's
+    sum."""
     count, heads, rows, head_dim = query.shape
     kv_heads, length = key.shape[1], key.shape[2]
     grouped = query.reshape(count, kv_heads, heads // kv_heads * rows, head_dim)
@@ -121,6 +136,8 @@ def _explicit(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.float()
+    if states is not None and profiles is not None and places is not None:
+        scores = scores + bias_of(states, profiles, places[0][:, None] - places[1])
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)
     if sinks is not None:
@@ -214,15 +231,16 @@ def segments_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: Chosen | None = None,
+    relative: RelativeBias | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]; returns [1, rows, heads,
     head_dim].
 
     `attention_groups`: of each slice, which cover the rows in order; or the rows are this rank's part of one sequence.
-    `s_aux`: the heads' sinks [heads]. `indices`: what an indexer has chosen, without a window, softcap and sinks; some
-    layers give it in the mask's place. Dropout is never applied. Raises ValueError for position biases, which would
-    need another kernel, and without groups.
+    `s_aux`: the heads' sinks [heads]. `indices`: what an indexer has chosen, without a window, softcap, sinks and
+    biases; some layers give it in the mask's place. relative: with states [1, heads, rows, n]. Dropout is never
+    applied. Raises ValueError for position biases in another form, which would need another kernel, and without groups.
     """
     chosen = attention_mask if isinstance(attention_mask, Chosen) else indices
     if attention_groups is None:
@@ -233,20 +251,24 @@ def segments_attention(
     if isinstance(attention_groups, SequencePart):
         scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
         bits = None if chosen is None else chosen.bits[0]
-        made = divided_attention(query[0], key[0], value[0], attention_groups, scoring, s_aux, bits)
+        if relative is not None:
+            relative = RelativeBias(relative.states[0], relative.profiles)
+        made = divided_attention(query[0], key[0], value[0], attention_groups, scoring, s_aux, bits, relative)
         return made.transpose(0, 1)[None], None
     groups = attention_groups if isinstance(attention_groups, PackedGroups) else PackedGroups(attention_groups)
     grids, masks = groups.with_window(sliding_window, query.device)
     sinks = None if s_aux is None else s_aux.float()  # so the gradients of all calls are added in float32
-    mask_dtype = query.dtype if softcap is None and sinks is None else torch.bool
-    states = [state[0].transpose(0, 1) for state in (query, key, value)]
+    mask_dtype = query.dtype if softcap is None and sinks is None and relative is None else torch.bool
+    of_queries = [] if relative is None else [relative.states]
+    states = [state[0].transpose(0, 1) for state in (query, key, value, *of_queries)]
     if grids.queries is not None:
-        indices = (grids.queries, grids.keys, grids.keys)
-        states = [IntoCells.apply(state, index) for state, index in zip(states, indices, strict=True)]
+        cells = (grids.queries, grids.keys, grids.keys, *[grids.queries] * len(of_queries))
+        states = [IntoCells.apply(state, index) for state, index in zip(states, cells, strict=True)]
     if masks.any and mask_dtype != torch.bool and wants_all_heads(query.device):
         states[1:] = [for_all_heads(state, query.shape[1]) for state in states[1:]]
-    sizes = [[bundles * shape.queries for shape, bundles in grids.calls]]
-    sizes += [[bundles * shape.keys for shape, bundles in grids.calls]] * 2
+    of_keys = [bundles * shape.keys for shape, bundles in grids.calls]
+    sizes = [[bundles * shape.queries for shape, bundles in grids.calls], of_keys, of_keys]
+    sizes += sizes[: len(of_queries)]
     # Cut into parts once: backward then puts their gradients together once, in place of a sum over all cells for each
     parts = zip(*(state.split(of_calls) for state, of_calls in zip(states, sizes, strict=True)), strict=True)
     outputs: list[Tensor] = []
@@ -257,7 +279,13 @@ def segments_attention(
             output = attend_to_chosen(attend, *given, bits, shape, scale=scaling, block_bytes=SCORES_BYTES)
         else:
             mask = masks.of(shape, mask_dtype)
-            output = attend(*given, mask=mask, causal=mask is None, scale=scaling, softcap=softcap, sinks=sinks)
+            biases: dict[str, Any] = {}
+            if relative is not None:
+                of_rows = RelativeBias(given.pop(), relative.profiles)
+                biases = {"relative": of_rows, "places": shape.places(query.device)}
+            output = attend(
+                *given, mask=mask, causal=mask is None, scale=scaling, softcap=softcap, sinks=sinks, **biases
+            )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     made = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return (made if grids.queries is None else FromCells.apply(made, grids.queries))[None], None
@@ -378,6 +406,8 @@ def _note(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     known = _COMPUTED_BY_PACKED_ROWS | _WITHOUT_EFFECT
+    if getattr(module, "takes_relative_bias", False):  # packed rows have the biases of `relative_layers`
+        known = known | set(_UNSUPPORTED)
     unknown = tuple(sorted(name for name, given in kwargs.items() if given is not None and name not in known))
     layer = f"layer {getattr(module, 'layer_idx', len(_calls))} ({type(module).__name__})"
     sees = attention_mask.sees if isinstance(attention_mask, NotedMask) else None

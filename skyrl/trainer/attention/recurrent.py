@@ -1,19 +1,24 @@
 """Layers whose state runs along a sequence, over packed rows: which rows run together, and where a state begins.
 
 transformers' layers call functions of their modules for a convolution and for a scan. `install` puts functions in their
-place that compute packed rows where the layout of the rows is given, and call transformers' own otherwise. Each segment
-begins with the state that its parent ends with, and the gradients of all that continue a segment meet in its last
-state. Each slice is computed alone, so that its result does not depend on others.
+place that compute packed rows where the layout of the rows is given, and call transformers' own otherwise. Decoder
+layers do not pass the layout on to a short convolution: it is kept for their functions while a layer computes.
+
+Each segment begins with the state that its parent ends with, and the gradients of all that continue a segment meet in
+its last state. Each slice is computed alone, so that its result does not depend on others.
 Knows the names of transformers' functions, and layouts. Knows nothing of adapters; `scans` computes.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -63,12 +68,13 @@ class ItemRows:
 class PackedRows:
     """The rows of a micro-batch. before: int64 [firsts, reach], the rows before each of the `firsts`, the nearest
     first, -1 for none. `firsts`: int64, the rows whose `reach` rows before are not all those that lie before them.
-    `recomputed`: whether backward computes the decoder layers again. `part`: the rows are this rank's part of one
-    sequence, of which other ranks have the other rows."""
+    positions: int64 [rows], in the rows' sequences. `recomputed`: whether backward computes the decoder layers again.
+    `part`: the rows are this rank's part of one sequence, of which other ranks have the other rows."""
 
     slices: tuple[ItemRows, ...]
     firsts: Tensor
     before: Tensor
+    positions: Tensor
     recomputed: bool
     part: SequencePart | None = None
 
@@ -87,7 +93,8 @@ class PackedRows:
         found = [pair for packed in slices for pair in _rows_before(packed, reach)]
         firsts = torch.tensor([row for row, _ in found], device=device)
         before = torch.tensor([rows for _, rows in found], device=device).view(len(found), reach)
-        return PackedRows(made, firsts, before, recomputed, slices[0].part)
+        positions = torch.cat([packed.positions for packed in slices])
+        return PackedRows(made, firsts, before, positions, recomputed, slices[0].part)
 
 
 def _rows_before(packed: PackedItem, reach: int) -> Iterator[tuple[int, list[int]]]:
@@ -279,6 +286,19 @@ def _mamba2(
 
 
 _SILU = ("silu", "swish")
+_SHORT = re.compile(r"ShortConv(olution)?$")
+"""Modules in which nothing but a convolution reads earlier rows: those of LFM2 and Inkling."""
+
+
+class _Current(threading.local):
+    """Of the decoder layer that this thread computes."""
+
+    packed: PackedRows | None = None
+
+
+_current = _Current()
+_keeping: WeakSet[nn.Module] = WeakSet()
+"""Decoder layers that say which rows they compute."""
 
 _OWN: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
@@ -297,18 +317,39 @@ def install(layers: Iterable[nn.Module]) -> int:
     reach = 0
     for layer in layers:
         for module in layer.modules():
-            convolution = getattr(module, "conv1d", None)
-            if not isinstance(convolution, nn.Conv1d):
+            convolution = next((child for child in module.children() if isinstance(child, nn.Conv1d)), None)
+            if convolution is None:
                 continue
             reach = max(reach, convolution.kernel_size[0] - 1)
             namespace = vars(sys.modules[type(module).__module__])
             found = [name for name in _OWN if name in namespace]
-            if "causal_conv1d_fn" not in found or len(found) < 2:
+            alone = _SHORT.search(type(module).__name__) is not None
+            if "causal_conv1d_fn" not in found or (len(found) < 2 and not alone):
                 raise ValueError(f"{type(module).__name__} keeps a state along a sequence in a way that is not known")
             for name in found:
                 namespace[name] = _either(namespace[name], _OWN[name])
-            _recompute_alone(module)
+            if alone:
+                _keep_rows_of(layer)
+            else:
+                _recompute_alone(module)
     return reach
+
+
+def _keep_rows_of(layer: nn.Module) -> None:
+    """While the decoder layer computes, also when a backward computes it again, its functions find the packed rows that
+    it got: it does not pass them on to its convolutions."""
+    if layer in _keeping:
+        return
+    _keeping.add(layer)
+
+    def begin(module: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+        _current.packed = kwargs.get(ROWS)
+
+    def end(*_: object) -> None:
+        _current.packed = None
+
+    layer.register_forward_pre_hook(begin, with_kwargs=True)
+    layer.register_forward_hook(end, always_call=True)
 
 
 def _recompute_alone(module: Any) -> None:
@@ -332,7 +373,7 @@ def _either(stock: Callable[..., Any], own: Callable[..., Any]) -> Callable[...,
 
     @functools.wraps(stock)
     def either(*args: Any, **kwargs: Any) -> Any:
-        packed = kwargs.pop(ROWS, None)
+        packed = kwargs.pop(ROWS, None) or _current.packed
         return stock(*args, **kwargs) if packed is None else own(*args, packed=packed, **kwargs)
 
     either.takes_packed_rows = True  # type: ignore[attr-defined]

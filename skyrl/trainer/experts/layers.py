@@ -61,6 +61,7 @@ _OF_CLASS = {
     "Qwen3VLMoeTextExperts": _FUSED,
     "Qwen3_5MoeExperts": _FUSED,
     "KimiLinearExperts": _NUMBERED,
+    "Lfm2MoeExperts": _NUMBERED,
     "MiniMaxM2Experts": _NUMBERED,
     "MixtralExperts": _NUMBERED,
 }

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from skyrl.base.model_files import FROZEN_EXPERTS
 from skyrl.base.types.weights import LoraSpec
@@ -26,8 +27,9 @@ from skyrl.trainer.lora.adapter import Target
 from skyrl.trainer.protocol import Mixture, PassResult
 from skyrl.trainer.rows.packing import PackedItem
 
-RouterOutput = tuple[Tensor, Tensor, Tensor]
-"""logits [rows, experts]; weights [rows, k] of the chosen experts; the experts, int64 [rows, k]."""
+RouterOutput = tuple[Tensor, ...]
+"""logits [rows, experts]; weights [rows, k] of the chosen experts; the experts, int64 [rows, k]; of some kinds also the
+weights [rows, shared] of shared experts."""
 Weigh = Callable[[Any, Tensor, Tensor], Tensor]
 """Of a router, its logits, and the experts that it shall use: their weights [rows, k]."""
 
@@ -72,6 +74,22 @@ def _scaled_probabilities(router: Any, probabilities: Tensor, experts: Tensor) -
     return weights / weights.sum(-1, keepdim=True) * router.per_expert_scale[experts]
 
 
+def _scaled_sigmoid_of_lfm2(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = logits.sigmoid().gather(1, experts)
+    if router.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-6)
+    return weights * router.routed_scaling_factor
+
+
+def _sigmoids_with_shared(router: Any, logits: Tensor, experts: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Inkling's: the weights of the chosen and of the shared experts have one sum. The router returns no logits of the
+    shared ones; made of all experts' weights, they have the same bits."""
+    shared = functional.linear(hidden.reshape(len(logits), -1), router.weight)[:, router.num_experts :]
+    sigmoids = functional.logsigmoid(torch.cat([logits.gather(1, experts), shared], dim=1))
+    weights = (sigmoids - sigmoids.logsumexp(1, keepdim=True)).exp() * router.route_scale * router.global_scale
+    return weights[:, : experts.shape[1]], weights[:, experts.shape[1] :]
+
+
 ROUTERS: dict[str, Weigh] = {
     "Qwen3MoeTopKRouter": _softmax_of_all,
     "Qwen3NextTopKRouter": _softmax_of_all,
@@ -87,6 +105,7 @@ ROUTERS: dict[str, Weigh] = {
     "Glm4MoeTopkRouter": _scaled_sigmoid,
     "Glm4MoeLiteTopkRouter": _scaled_sigmoid,
     "KimiLinearTopkRouter": _scaled_sigmoid,
+    "Lfm2MoeTopKRouter": _scaled_sigmoid_of_lfm2,
     "NemotronHTopkRouter": _scaled_sigmoid,
     "HunYuanMoEV1Gate": _softmax_of_all,
     "HYV3TopKRouter": _scaled_sigmoid_of_hunyuan,
@@ -95,6 +114,10 @@ ROUTERS: dict[str, Weigh] = {
 }
 """How each kind of router weighs the experts that it uses. What else changes its *choice*, such as groups of experts,
 or a bias that makes their use even, changes no weights. Every kind returns `RouterOutput`."""
+WITH_SHARED: dict[str, Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "InklingTopkRouter": _sigmoids_with_shared
+}
+"""Those that weigh shared experts, too: from their logits, the experts, and their input [..., hidden]."""
 
 
 def router_of(block: nn.Module) -> Any | None:
@@ -113,17 +136,18 @@ def routers_of(model: nn.Module) -> list[Any]:
         if not isinstance(getattr(module, "experts", None), nn.Module):
             continue
         router = router_of(module)
-        if type(router).__name__ not in ROUTERS:
+        if type(router).__name__ not in {**ROUTERS, **WITH_SHARED}:
             raise ValueError(
                 f"{name} is a mixture of experts of a kind that cannot be trained: how {type(router).__name__} of "
-                f"{type(module).__name__} weighs the experts that it uses is not known; there are: {', '.join(ROUTERS)}"
+                f"{type(module).__name__} weighs the experts that it uses is not known; there are: "
+                f"{', '.join([*ROUTERS, *WITH_SHARED])}"
             )
         routers.append(router)
     return routers
 
 
-CORRECTION = "e_score_correction_bias"
-"""A buffer of some routers, or of the module around them: what they add to scores for their choice. Its numbers are as
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+"""Buffers of some routers, or of the module around them: what they add to scores for their choice. Its numbers are as
 large as the scores, and differ little from each other: in bfloat16 other experts would be chosen. vLLM has it in
 float32; transformers keeps it so for some families alone."""
 
@@ -157,8 +181,8 @@ class Routing:
             layers = [torch.cat(chosen[layer :: self._layers]) for layer in range(self._layers)]
             self.recorded = torch.stack(layers, dim=1)
 
-    def _routed(self, layer: int, router: Any, args: object, output: RouterOutput) -> RouterOutput:
-        logits, own_weights, experts = output
+    def _routed(self, layer: int, router: Any, args: tuple[Any, ...], output: RouterOutput) -> RouterOutput:
+        logits, own_weights, experts, *shared = output
         if self._chosen is not None:
             self._chosen.append(experts)
         if self._given is None:
@@ -166,8 +190,11 @@ class Routing:
         count = experts.shape[1]
         given = self._given[:, layer * count : (layer + 1) * count].long()
         experts = torch.where(given[:, :1] < 0, experts, given)
-        weights = ROUTERS[type(router).__name__](router, logits, experts)
-        return logits, weights.to(own_weights.dtype), experts
+        if shared:
+            weights, *shared = WITH_SHARED[type(router).__name__](router, logits, experts, args[0])
+        else:
+            weights = ROUTERS[type(router).__name__](router, logits, experts)
+        return logits, weights.to(own_weights.dtype), experts, *shared
 
 
 def _joined(slices: Sequence[PackedItem]) -> Tensor | None:

@@ -41,6 +41,8 @@ _NEEDED = (
     "moe_intermediate_size",
 )
 """Fields that released models state. transformers takes a default where one is missing, which is another model's."""
+_ALSO = {"intermediate_size": "block_ff_dim"}
+"""Other names of fields in older releases, which transformers reads, too: LFM2's."""
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
 _ROUTERS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_router_activation_func": "sigmoid"}
 """Fields that transformers does not read, because its layers have this router alone."""
@@ -50,6 +52,15 @@ _SIGMOID_ROUTERS = (
 )
 SAME_CLASS = {"kimi_k2": "deepseek_v3"}
 """Kinds of models without a class of their own in transformers."""
+
+NEWER = dict.fromkeys(
+    (
+        *("bailing_hybrid", "hy_v4_vl", "inkling2", "inkling2_loop", "internlm3", "iquestcoder"),
+        *("lfm3", "lfm3_vl", "mistral_large4", "sarvam_mla", "sarvam_moe"),
+    ),
+    "5.24",
+)
+"""Kinds of language models that a later release of transformers knows, and the release."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,10 @@ def read_config(path: str) -> ModelConfig:
         raise cannot_load(path, "config.json lacks model_type")
     if (known := SAME_CLASS.get(kind, kind)) not in CONFIG_MAPPING:
         version = transformers.__version__
-        raise cannot_load(path, f"config.json's model_type is {kind!r}, which transformers {version} does not know")
+        newer = f", and transformers {NEWER[kind]} does" if kind in NEWER else ""
+        raise cannot_load(
+            path, f"config.json's model_type is {kind!r}, which transformers {version} does not know{newer}"
+        )
     nested = described.get("text_config")
     if nested is None:
         _check_needed(path, described, CONFIG_MAPPING[known])
@@ -127,7 +141,7 @@ def _check_needed(path: str, described: Mapping[str, Any], kind: Any) -> None:
     for field in _NEEDED:
         if isinstance(getattr(kind, field, None), property):  # computed from other fields
             continue
-        names = {field, aliases.get(field)} | {name for name, of in aliases.items() if of == field}
+        names = {field, aliases.get(field), _ALSO.get(field)} | {name for name, of in aliases.items() if of == field}
         if getattr(default, field, None) is not None and not names & described.keys():
             raise cannot_load(path, f"config.json lacks {aliases.get(field, field)}")
 

@@ -28,7 +28,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Chunk,
     Concatenate,
+    Interleave,
     MergeModulelist,
     Transpose,
     WeightConverter,
@@ -40,6 +42,7 @@ from transformers.core_model_loading import (
 from skyrl.base.config.server import ConfigError
 from skyrl.trainer.files.config import read_config
 from skyrl.trainer.files.tensor_files import PLAIN, StoredTensors, StoredWeights, sharded_files, weight_files
+from skyrl.trainer.files.turns import InTurns, Turns
 from skyrl.trainer.quantized.weights import QuantizedSlice, StoredForm, stacked
 
 
@@ -159,15 +162,21 @@ class _Transposed:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of the files. It holds elements of a parameter, those from `place` on."""
+    """A tensor of the files. It holds elements of a parameter, those from `place` on; with `turns`, in their order."""
 
     name: str
     shape: tuple[int, ...]
     place: int
+    turns: Turns | None = None
 
     @property
     def count(self) -> int:
-        return math.prod(self.shape)
+        """Of the parameter's elements."""
+        return math.prod(self.shape if self.turns is None else self.turns.shape)
+
+    def runs(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """As `Turns.runs`."""
+        return iter([(begin, begin, end)]) if self.turns is None else self.turns.runs(begin, end)
 
 
 def file_tensors(path: str, model: Any, stored: Mapping[str, Rows]) -> dict[str, list[FileTensor]]:
@@ -179,9 +188,12 @@ def file_tensors(path: str, model: Any, stored: Mapping[str, Rows]) -> dict[str,
     found: dict[str, list[FileTensor]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         of_parameter = found.setdefault(first.setdefault(id(parameter), name), [])
-        place = 0
+        place, rows = 0, stored.get(name)
+        if isinstance(rows, InTurns):
+            of_parameter.append(FileTensor(rows.name, rows.turns.whole, place, rows.turns))
+            continue
         try:
-            tensors = stored[name].tensors if name in stored else {}
+            tensors = {} if rows is None else rows.tensors
         except ValueError as error:
             raise ConfigError(f"base_model: {path}: {error}, and a trained model is written as it is read") from error
         for tensor, shape in tensors.items():
@@ -221,14 +233,21 @@ def stored_parameters(model: Any, shapes: Mapping[str, Sequence[int]], stored: M
             converted.setdefault(name, {}).setdefault(pattern, []).append(tensor)
     for name, parts in converted.items():
         rule = by_pattern[next(iter(parts))]
-        made = _converted(rule, [parts.get(pattern, []) for pattern in rule.source_patterns], shapes[name])
-        if made is not None:
-            found[name] = made
+        of_patterns = [parts.get(pattern, []) for pattern in rule.source_patterns]
+        first, *_ = rule.target_patterns
+        for number, target in enumerate(rule.target_patterns):
+            own = name.replace(first, target) if number else name
+            made = _converted(rule, of_patterns, shapes[own], number)
+            if made is not None:
+                found[own] = made
     return found
 
 
-def _converted(rule: WeightConverter, parts: Sequence[Sequence[Rows]], shape: Sequence[int]) -> Rows | None:
-    """`parts`: the tensors of each of the rule's patterns, in the order of their numbers. None if some are lacking."""
+def _converted(
+    rule: WeightConverter, parts: Sequence[Sequence[Rows]], shape: Sequence[int], number: int
+) -> Rows | None:
+    """Number `number` of the tensors that the rule makes. `parts`: the tensors of each of the rule's patterns, in the
+    order of their numbers. None if some are lacking."""
     if not all(parts) or len(set(map(len, parts))) > 1:
         return None
     match rule.operations:
@@ -239,6 +258,12 @@ def _converted(rule: WeightConverter, parts: Sequence[Sequence[Rows]], shape: Se
         case [Transpose(dim0=1, dim1=2, check_dims=True)]:
             ((tensor,),) = parts
             return tensor if tensor.get_shape() == list(shape) else _Transposed(tensor)
+        case [Interleave(inverse=False, dim=dim)]:
+            ((tensor,),) = parts
+            return InTurns(next(iter(tensor.tensors)), tensor, Turns(tuple(tensor.get_shape()), dim, None))
+        case [Interleave(inverse=False, dim=dim), Chunk(dim=of_chunks)] if dim == of_chunks:
+            ((tensor,),) = parts
+            return InTurns(next(iter(tensor.tensors)), tensor, Turns(tuple(tensor.get_shape()), dim, number))
     kinds = ", ".join(type(operation).__name__ for operation in rule.operations)
     raise ValueError(f"its files hold {rule.source_patterns[0]} in a form that cannot be read by rows ({kinds})")
 
@@ -366,8 +391,8 @@ def _parts(tensors: Sequence[FileTensor], begin: int, count: int) -> Iterator[_P
     """Where `count` elements of a parameter are in the files."""
     for tensor in tensors:
         low, high = max(begin, tensor.place), min(begin + count, tensor.place + tensor.count)
-        if low < high:
-            yield _Part(tensor.name, low - tensor.place, low - begin, high - begin)
+        for at, first, last in tensor.runs(low - tensor.place, high - tensor.place) if low < high else ():
+            yield _Part(tensor.name, at, tensor.place + first - begin, tensor.place + last - begin)
 
 
 def bytes_of(values: Tensor) -> npt.NDArray[np.uint8]:

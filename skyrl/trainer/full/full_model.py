@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from skyrl.base.config.server import ConfigError
 from skyrl.trainer.adamw import CHUNK
-from skyrl.trainer.experts.routing import CORRECTION
+from skyrl.trainer.experts.routing import CORRECTIONS
 from skyrl.trainer.files.tensor_files import Shapes
 from skyrl.trainer.full.parameters import FullParameters
 from skyrl.trainer.lora.files import STATE_JSON
@@ -53,7 +53,7 @@ class PlainModel(PackedModel):
         return OutputLayer(linear, head, self.transform)
 
 
-_STAYING = (f".{CORRECTION}", ".layer_scalar")
+_STAYING = (*(f".{name}" for name in CORRECTIONS), ".layer_scalar")
 """Buffers that stay as they are, because transformers trains none: corrections of routers' scores, and the factors of
 Gemma 4's layers."""
 

@@ -110,7 +110,7 @@ class BaseModel:
         self.device = device
         self.packed = packed
         self.tower = tower
-        self.vocab_size = int(text_config.vocab_size)
+        self.vocab_size = packed.transform.ids or int(text_config.vocab_size)
         self.max_context = int(text_config.max_position_embeddings)
         parts = (text_config, config)  # the text part of a model that sees may not say it
         self.ties_unembedding = any(getattr(part, "tie_word_embeddings", False) for part in parts)

@@ -27,14 +27,14 @@ from transformers.utils import logging
 
 from skyrl.base.config.server import ConfigError
 from skyrl.base.pictures.vision import SEES
-from skyrl.trainer.experts.routing import CORRECTION
+from skyrl.trainer.experts.routing import CORRECTIONS
 from skyrl.trainer.files.config import LOADING_ERRORS, ModelConfig, cannot_load, one_line, read_config
 from skyrl.trainer.files.tensor_files import StoredWeights, weight_files
 
 SEEING = frozenset(
     {
         *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "kimi_k25", "nemotron_h_omni"),
-        *("gemma4", "glm5_next", "mistral3"),
+        *("gemma4", "glm5_next", "inkling_mm_model", "mistral3"),
     }
 )
 """Model types with a vision tower whose class computes text alone as its text model does."""
@@ -164,7 +164,7 @@ def check_weights(path: str, config: Any, model_class: Any, stored: StoredWeight
 
 
 def _load(model_class: Any, config: Any, weights: Any, dtype: torch.dtype, **options: Any) -> Any:
-    model_class._keep_in_fp32_modules_strict = {*(model_class._keep_in_fp32_modules_strict or ()), CORRECTION}
+    model_class._keep_in_fp32_modules_strict = {*(model_class._keep_in_fp32_modules_strict or ()), *CORRECTIONS}
     return model_class.from_pretrained(
         None,
         config=config,

@@ -33,23 +33,32 @@ _WIDEST = 200.0
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """logits -> cap(scale * logits), where cap(x) is softcap * tanh(x / softcap), or x without a softcap."""
+    """logits -> cap(scale * logits), where cap(x) is softcap * tanh(x / softcap), or x without a softcap. `divisor`: of
+    the hidden states before the output layer. `ids`: so many token ids have logits; None: all of the layer's."""
 
     scale: float = 1.0
     softcap: float | None = None
+    divisor: float = 1.0
+    ids: int | None = None
 
     @staticmethod
     def of(config: Any) -> LogitTransform:
         """As transformers' configuration of a text model says: `logit_scale` (Cohere) multiplies, `logits_scaling`
-        (Granite) divides, `final_logit_softcapping` (Gemma) caps."""
+        (Granite) divides, `final_logit_softcapping` (Gemma) caps; `logits_mup_width_multiplier` (Inkling) divides the
+        hidden states, and `unpadded_vocab_size` (Inkling) is the number of token ids."""
         scale = getattr(config, "logit_scale", None)
         divisor = getattr(config, "logits_scaling", None)
+        ids = getattr(config, "unpadded_vocab_size", None)
         return LogitTransform(
             scale=(1.0 if scale is None else float(scale)) / (1.0 if divisor is None else float(divisor)),
             softcap=getattr(config, "final_logit_softcapping", None),
+            divisor=float(getattr(config, "logits_mup_width_multiplier", None) or 1.0),
+            ids=None if ids is None or ids >= config.vocab_size else int(ids),
         )
 
     def __call__(self, logits: Tensor) -> Tensor:
+        if self.ids is not None:
+            logits = logits[..., : self.ids].contiguous()
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
@@ -68,6 +77,8 @@ class OutputLayer:
 
     def for_segment(self, rows: Tensor, segment: LoraSegment) -> Tensor:
         """The logits [n, vocabulary] of rows [n, hidden] of one segment."""
+        if self.transform.divisor != 1.0:
+            rows = rows / self.transform.divisor
         return self.transform(self.linear(rows, segment))
 
 

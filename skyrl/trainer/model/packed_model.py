@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer.attention import packed_attention, recurrent
+from skyrl.trainer.attention import packed_attention, recurrent, relative_layers
 from skyrl.trainer.attention.indexers import Indexing
 from skyrl.trainer.attention.packed_attention import AttentionCall, recorded_calls
 from skyrl.trainer.experts.layers import OWN_PRODUCTS, MultiLoraExperts
@@ -75,11 +75,20 @@ FORMS = (
             ("q_proj", "o_proj"),  # Gemma 4, where a layer reads the keys and values of an earlier one
         ),  # the one before: the delta rule of Kimi-Linear
         _GATED,
-        frozen=("shared_expert_gate", "kv_b_proj", *_ROUTERS, *_PER_LAYER_INPUTS, *_INDEXERS),
+        frozen=("shared_expert_gate", "kv_b_proj", "r_proj", *_ROUTERS, *_PER_LAYER_INPUTS, *_INDEXERS),
     ),
     Form((("q_proj", "o_proj"),), _GATED, frozen=("k_proj", *_ROUTERS)),  # Gemma 4, where the values are the keys
     Form((("qkv_proj", "o_proj"),), ("gate_up_proj", "down_proj")),  # Phi-3
     Form((("q_proj", "k_proj", "v_proj", "dense"),), ("fc1", "fc2")),  # Phi
+    Form(  # LFM2 and, with the second mixer and a gate of each head, LFM3
+        (
+            ("q_proj", "k_proj", "v_proj", "out_proj"),
+            ("q_proj", "k_proj", "v_proj", "o_proj"),
+            ("in_proj", "out_proj"),
+        ),
+        ("w1", "w3", "w2"),
+        frozen=("g_proj",),
+    ),
     Form(
         (("q_proj", "k_proj", "v_proj", "o_proj"), ("in_proj",)),
         ("up_proj", "down_proj"),
@@ -214,6 +223,7 @@ class PackedModel(nn.Module):
         self._wrap(model, mlp_of_mixtures=mlp_of_mixtures)
         self.model = model
         self.reach = recurrent.install(self.decoder_layers)
+        relative_layers.install(self.decoder_layers)
         self.indexing = Indexing(self.decoder_layers)
 
     def _wrap(self, model: Any, *, mlp_of_mixtures: bool) -> None:

@@ -23,7 +23,7 @@ from skyrl.base.config.server import ConfigError
 from skyrl.trainer.collectives import SumInRankOrder, failed_anywhere
 from skyrl.trainer.device import HOST, align, base_dtype
 from skyrl.trainer.experts.layers import ExpertExchange
-from skyrl.trainer.experts.routing import CORRECTION
+from skyrl.trainer.experts.routing import CORRECTIONS
 from skyrl.trainer.files.config import LOADING_ERRORS, read_config
 from skyrl.trainer.files.model_files import FileTensor, Rows, file_tensors, stored_parameters
 from skyrl.trainer.files.tensor_files import INDEX, ONE_FILE, StoredWeights, weight_files
@@ -347,8 +347,9 @@ def _tower(path: str, model: Any, visual: Any, stored: StoredWeights, device: to
 def _keep_in_float32(model: Any) -> None:
     """The corrections of routers' scores, as in `load_model`, whatever the model's dtype."""
     for module in model.modules():
-        if (buffer := module._buffers.get(CORRECTION)) is not None:
-            module._buffers[CORRECTION] = buffer.float()
+        for name in CORRECTIONS:
+            if (buffer := module._buffers.get(name)) is not None:
+                module._buffers[name] = buffer.float()
 
 
 def _sum_gradients(packed: PackedModel, device: torch.device) -> None:

@@ -220,6 +220,11 @@ class Shape(NamedTuple):
     def keys(self) -> int:
         return self.before + self.queries
 
+    def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of queries and keys, counted from the first key of their segment: int64 [queries] and [keys]."""
+        own = self.before + torch.arange(self.longest, device=device).repeat(self.together)
+        return own, torch.cat([torch.arange(self.before, device=device), own])
+
 
 @dataclass(frozen=True)
 class Indices:

@@ -244,7 +244,11 @@ def _sources(path: str, rows: Mapping[str, Rows], parameter: str, layer: str, up
         raise ConfigError(f"the adapter's update of {layer} is {list(update.shape)}, and the weight in {path} is {own}")
     found: list[_Tensor] = []
     first = 0
-    for name, shape in rows[parameter].tensors.items():
+    try:
+        tensors = rows[parameter].tensors
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}: adapters on {layer} cannot be merged") from error
+    for name, shape in tensors.items():
         found.append(_Tensor(name, update, first))
         first += shape[0]
     return found

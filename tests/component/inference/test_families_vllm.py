@@ -50,6 +50,7 @@ TRAINED = ("m", "ranks", "unembed")
 UNSERVED = {
     "kimi-linear": "vLLM has it for GPUs alone",
     "glm-5.3-flash": "as kimi-linear",
+    "inkling": "as kimi-linear",
     "kimi-k2.5": "needs a processor, also for text, which only its releases have; its text part is DeepSeek-V3's",
     "nemotron-h that sees": "as kimi-k2.5; its text part is Nemotron-H's",
     "mistral-4": "vLLM has it in Mistral's own form of files alone",
@@ -82,6 +83,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LATENT, "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
     # vLLM reads these settings.
+    "lfm2": ("lfm2", {"conv_dim": 128, "block_dim": 128}),
+    "lfm2-moe": ("lfm2-moe", {"conv_dim": 128}),
     "minimax-m2": ("minimax-m2", {"scoring_func": "sigmoid", "use_routing_bias": True, "num_mtp_modules": 0}),
     "qwen3-vl-moe": ("qwen3-vl-moe", {"norm_topk_prob": True}),
     "qwen3.5 that sees": ("qwen3.5 that sees", {"rope_parameters": _PARTIAL}),

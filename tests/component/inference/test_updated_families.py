@@ -31,6 +31,8 @@ NOT_SERVED = {
     "glm-5": "as deepseek-v3.2",
     "glm-5.3-flash": "as deepseek-v3.2",
     "qwen3-vl-moe": "needs a processor; its text part is Qwen3-MoE's",
+    "inkling": "vLLM has it for GPUs alone",
+    "lfm2-moe": "vLLM reads sizes that transformers does not; test_families_vllm.py has them",
     "qwen3.5-moe that sees": "needs a processor; its text part is Qwen3.5-MoE's",
     "kimi-k2.5": "needs a processor; its text part is DeepSeek-V3's",
     "nemotron-h that sees": "needs a processor; its text part is Nemotron-H's",

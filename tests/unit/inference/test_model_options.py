@@ -72,6 +72,18 @@ def test_a_block_of_the_delta_rules_cache_holds_a_state_and_a_sequence_has_one_o
     assert _on_cpu(by_interval | {"full_attention_interval": 4}, 256, 16) == (options, gib)
 
 
+def test_short_convolutions_have_no_prefix_cache_on_a_cpu_and_blocks_of_attention(tmp_path: Path) -> None:
+    """One layer of three has keys and values, 128 tokens in a block; a state of the others takes a block, too."""
+    by_kind = SIZES | {"model_type": "lfm2", "conv_L_cache": 3, "num_hidden_layers": 3}
+    by_kind |= {"layer_types": ["conv", "full_attention", "conv"]}
+    by_number = {name: value for name, value in by_kind.items() if name != "layer_types"} | {"full_attn_idxs": [1]}
+    options, _ = _on_cpu(by_kind, 256, 2)
+    assert options["dtype"] == "float32"
+    assert options["enable_prefix_caching"] is False
+    assert options["num_gpu_blocks_override"] == 2 * (2 + 3) + 1
+    assert _on_cpu(by_number, 256, 2)[0] == options
+
+
 def test_mamba_has_no_prefix_cache_on_a_cpu_and_blocks_of_a_state(tmp_path: Path) -> None:
     mamba = SIZES | {"model_type": "nemotron_h", "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128}
     by_name = mamba | {"layers_block_type": ["mamba", "moe", "mamba", "attention"]}
@@ -130,6 +142,7 @@ def test_a_model_that_sees_is_served_for_text(tmp_path: Path) -> None:
         (LATENT | {"kv_lora_rank": 256}, "kv_lora_rank 256, and on a CPU vLLM serves 512 alone"),
         (SIZES | {"model_type": "kimi_linear"}, "model_type kimi_linear: vLLM needs a GPU"),
         (LATENT | {"index_topk": 2048}, "index_topk 2048: vLLM needs a GPU for sparse attention"),
+        (SIZES | {"rel_extent": 1024}, "model_type inkling_text: vLLM needs a GPU"),
     ],
 )
 def test_what_vllm_serves_on_gpus_alone_is_refused_on_a_cpu(tmp_path: Path, config: dict[str, Any], words: str) -> None:

@@ -372,12 +372,13 @@ def mixture(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("cuda", [False, True])
 def test_vllm_keeps_room_for_adapters_on_experts_only_where_the_trainer_trains_them(mixture: Path, cuda: bool) -> None:
     others = list(MIXTURE_LORA_TARGETS)
-    assert not {"experts", "gate_proj", "up_proj", "down_proj"} & set(others)
+    mlps = ["gate_proj", "up_proj", "down_proj", "w1", "w3", "w2"]
+    assert not {"experts", *mlps} & set(others)
     for mode in ("refuse", "leave_out"):
         server = spec(mixture, cuda=cuda, trainer__policy__model__lora__train_mlp_of_mixtures=mode)
         assert option(server, "lora-target-modules") == others
     targets = option(spec(mixture, cuda=cuda), "lora-target-modules")
-    assert targets == [*others, "experts", "gate_proj", "up_proj", "down_proj"]
+    assert targets == [*others, "experts", *mlps]
 
 
 def test_on_a_cpu_vllm_keeps_room_for_experts_also_where_nothing_tells_that_the_hubs_model_has_some() -> None:

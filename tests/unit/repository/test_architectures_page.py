@@ -35,7 +35,8 @@ def test_a_model_trains_if_the_tests_of_its_family_left_figures() -> None:
 
 def test_a_model_that_does_not_train_says_why() -> None:
     said = {"refused": {"inkling_text": "no"}}
-    assert verdict("thinkingmachines/Inkling-3", said).why == "no"
+    assert verdict("thinkingmachines/Inkling", said).why == "no"
+    assert verdict("thinkingmachines/Inkling-2-Small", said).why.endswith("has no class for it; 5.24 has one")
     assert "has no class" in verdict("moonshotai/Kimi-K3.1-Pro", said).why
     assert verdict("Qwen/Qwen3-8B", said).why == "no test tries it"
 

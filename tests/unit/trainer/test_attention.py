@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from skyrl.trainer.attention import divided, packed_attention
 from skyrl.trainer.attention.divided import Attended, Scoring, SoftmaxSum, attend_to, gradients_to
 from skyrl.trainer.attention.packed_attention import attend, for_all_heads, segments_attention
+from skyrl.trainer.attention.relative import RelativeBias
 from skyrl.trainer.rows.packing import AttentionGroup
 
 COUNT, HEADS, KV_HEADS, DIM, VALUE_DIM = 3, 6, 2, 8, 5
@@ -79,6 +80,48 @@ def test_attention_equals_the_formula(
     for state, gradient in zip(states, gradients, strict=False):
         assert state.grad is not None
         torch.testing.assert_close(state.grad.double(), gradient, atol=1e-4, rtol=1e-4)
+
+
+MIXED, EXTENT = 3, 6
+"""States of a query for its biases, and the distances that have one."""
+
+
+def _relative(*shape: int) -> RelativeBias:
+    generator = torch.Generator().manual_seed(3)
+    states, profiles = (torch.randn(*each, generator=generator) for each in ((*shape, MIXED), (MIXED, EXTENT)))
+    return RelativeBias(states.requires_grad_(), profiles.requires_grad_())
+
+
+def _biases(relative: RelativeBias, distance: Tensor) -> Tensor:
+    """One distance at a time written out."""
+    made = torch.zeros(*relative.states.shape[:-1], distance.shape[1], dtype=torch.float64)
+    for apart in range(EXTENT):
+        product = relative.states.double() @ relative.profiles[:, apart].double()
+        made = made + product[..., None] * (distance == apart)
+    return made
+
+
+@pytest.mark.parametrize("block_bytes", [2**20, COUNT * HEADS * (9 + EXTENT) * 4 * 2], ids=["one-block", "blocks"])
+@pytest.mark.parametrize("kind", ["causal", "window", "lengths"])
+def test_relative_biases_equal_the_formula(monkeypatch: pytest.MonkeyPatch, kind: str, block_bytes: int) -> None:
+    monkeypatch.setattr(packed_attention, "SCORES_BYTES", block_bytes)
+    rows = 4 if kind == "lengths" else 9
+    states, relative, mask = _states(rows, 9)[:3], _relative(COUNT, HEADS, rows), _mask(kind, rows, 9)
+    places = torch.arange(9 - rows, 9), torch.arange(9)
+    distance = places[0][:, None] - places[1]
+    leaves = [*states, relative.states, relative.profiles]
+    query, key, value = (state.double() for state in states)
+    keys, values = (each.repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (key, value))
+    scores = query @ keys.transpose(2, 3) * 0.3 + _biases(relative, distance)
+    expected = scores.masked_fill(~mask, -1e9).softmax(-1) @ values
+    causal = kind == "causal"
+    found = attend(*states, mask=None if causal else mask, causal=causal, scale=0.3, relative=relative, places=places)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
+    of_output = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    theirs = torch.autograd.grad(expected, leaves, of_output.double())
+    for one, other in zip(torch.autograd.grad(found, leaves, of_output), theirs, strict=True):
+        assert bool(other.any())
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
 
 
 def test_keys_and_values_of_all_heads_give_the_same_attention_and_gradients() -> None:
@@ -151,6 +194,41 @@ def _many_states() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((HEADS, KEYS - FIRST_QUERY, DIM), (KV_HEADS, KEYS, DIM), (KV_HEADS, KEYS, VALUE_DIM))
     return [(torch.randn(*shape, generator=generator) * 2).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("bytes_of_block", [2**24, 0], ids=["one-block", "blocks"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_keys_in_parts_have_relative_biases(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, bytes_of_block: int
+) -> None:
+    monkeypatch.setattr(divided, "BLOCK_BYTES", bytes_of_block)
+    query, key, value = _many_states()
+    relative, places = _relative(HEADS, KEYS - FIRST_QUERY), (torch.arange(FIRST_QUERY, KEYS), torch.arange(KEYS))
+    distance = places[0][:, None] - places[1]
+    mask = (distance >= 0) & (distance < (window or KEYS))
+    of_all = RelativeBias(relative.states[None], relative.profiles)
+    states = [state[None] for state in (query, key, value)]
+    expected = attend(*states, mask=mask, causal=False, scale=0.3, relative=of_all, places=places)[0]
+    of_output = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    leaves = (query, key, value, relative.states, relative.profiles)
+    of_expected = torch.autograd.grad(expected, leaves, of_output)
+
+    scoring = Scoring(0.3, window)
+    parts = [slice(*pair) for pair in reversed(list(zip(BOUNDS, BOUNDS[1:], strict=False)))]
+    running, found = SoftmaxSum.begin(query, VALUE_DIM, None), relative.zeros()
+    with torch.no_grad():
+        for part in parts:
+            attend_to(running, query, key[:, part], value[:, part], FIRST_QUERY - part.start, scoring, relative)
+        torch.testing.assert_close(running.output, expected, rtol=1e-5, atol=1e-5)
+        delta = (of_output * running.output).sum(-1)
+        attended = Attended(query, running.sums, of_output, delta, relative, found)
+        sums = [torch.zeros_like(each) for each in (query, key, value)]
+        for part in parts:
+            keys, values = key[:, part], value[:, part]
+            of_key, of_value = sums[1][:, part], sums[2][:, part]
+            gradients_to(sums[0], of_key, of_value, attended, keys, values, FIRST_QUERY - part.start, scoring)
+    for gradient, other in zip((*sums, found.states, found.profiles), of_expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])

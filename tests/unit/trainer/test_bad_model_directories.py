@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -67,6 +68,11 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut config": (lambda path: (path / "config.json").write_text('{"model_type": '), "config.json is no JSON: Expect"),
     "a list as config": (lambda path: (path / "config.json").write_text("[]"), "config.json is no JSON object"),
     "no model_type": (_config(model_type=None), "config.json lacks model_type"),
+    "newer model_type": (
+        _config(model_type="lfm3"),
+        f"config.json's model_type is 'lfm3', which transformers {transformers.__version__} does not know, and "
+        "transformers 5.24 does",
+    ),
     "unknown model_type": (_config(model_type="qwen9"), "config.json's model_type is 'qwen9', which transformers 5"),
     "no language model": (
         _config(model_type="vit", hidden_act="gelu"),

@@ -35,7 +35,7 @@ from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.rows import prefixes
 from tests.families import MIXTURES, make_family
 
-PACKED = ("qwen3.5", "qwen3.5 that sees", "gemma-4", *(name for name in MIXTURES if name != "qwen3-moe"))
+PACKED = ("qwen3.5", "qwen3.5 that sees", "gemma-4", "lfm2", *(name for name in MIXTURES if name != "qwen3-moe"))
 
 
 def _in_ci(*chosen: str) -> list[Any]:

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 from skyrl.base.config.server import ConfigError
 from skyrl.base.tiny import model_path
 from skyrl.trainer import adamw as optimizer
-from skyrl.trainer.experts.routing import CORRECTION
+from skyrl.trainer.experts.routing import CORRECTIONS
 from skyrl.trainer.full import full_model
 from skyrl.trainer.full.parameters import FullParameters
 from skyrl.trainer.protocol import AdamParams, DeviceFault, OutOfMemory, TrainingPass
@@ -240,9 +240,9 @@ SMALL: dict[str, Any] = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 """Heads of the delta rule."""
 IN_CI = ("gpt-oss", "deepseek-v3", "nemotron-h")
 """Experts with biases in one tensor, corrected routers with latent attention, and experts without gates."""
-TOWERS = ("visual.", "vision_", "mm_projector.", "multi_modal_projector.", "mlp1.")
+TOWERS = ("visual.", "vision_", "model.audio.", "mm_projector.", "multi_modal_projector.", "mlp1.")
 """Parts of models that see; their names are those of no other layers."""
-STAYING = (CORRECTION, "expert_bias", "layer_scalar")
+STAYING = (*CORRECTIONS, ".mlp.gate.bias", "layer_scalar")
 """Buffers, as files name them."""
 
 

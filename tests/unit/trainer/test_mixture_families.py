@@ -38,7 +38,7 @@ from transformers import AutoConfig
 
 from skyrl.base.model_files import layers_with_experts, model_config
 from skyrl.base.types.weights import RankPattern
-from skyrl.trainer.experts.routing import CORRECTION, Routing, routers_of
+from skyrl.trainer.experts.routing import CORRECTIONS, Routing, routers_of
 from skyrl.trainer.lora.adapter import Adapter
 from skyrl.trainer.model.loading import load_model, model_class
 from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
@@ -184,7 +184,7 @@ def test_logprobs_and_gradients_equal_autograd_on_merged_weights(
 
 PEFT_LACKS = (
     *("nemotron-h", "nemotron-h with latent experts", "nemotron-h that sees", "kimi-linear", "kimi-k2.5"),
-    *("gemma-4-moe", "glm-5.3-flash", "hunyuan-3", "mistral-4", "mistral-4 that sees"),
+    *("gemma-4-moe", "glm-5.3-flash", "hunyuan-3", "inkling", "lfm2-moe", "mistral-4", "mistral-4 that sees"),
 )
 """PEFT reads no names of one expert's projections in these families: it leaves out the experts."""
 PEFT_LEAVES_OUT_MLPS = (
@@ -272,7 +272,7 @@ def test_full_fine_tuning_equals_autograd_and_saves_the_whole_model(tmp_path: Pa
 def test_corrections_of_scores_stay_float32_in_a_model_of_bfloat16(family: str) -> None:
     """transformers keeps those of the first family alone."""
     found = [
-        {name: one for name, one in load_model(_path(family), dtype).named_buffers() if name.endswith(CORRECTION)}
+        {name: one for name, one in load_model(_path(family), dtype).named_buffers() if name.endswith(CORRECTIONS)}
         for dtype in (torch.bfloat16, torch.float32)
     ]
     assert found[0]

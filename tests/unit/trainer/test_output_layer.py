@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -202,3 +203,22 @@ def test_logits_that_are_not_recomputed_all_live_until_the_backward(monkeypatch:
     """Shows that the test above can fail."""
     monkeypatch.setattr(logprobs_module, "checkpoint", lambda function, *arguments, **_: function(*arguments))
     assert _peak_in_chunks(monkeypatch, "adapter") > 9
+
+
+def test_padding_of_the_vocabulary_has_no_logits_and_hidden_states_are_divided() -> None:
+    """As Inkling's config.json says."""
+    config = SimpleNamespace(vocab_size=VOCAB, unpadded_vocab_size=VOCAB - 6, logits_mup_width_multiplier=4.0)
+    torch.manual_seed(0)
+    base, hidden = torch.nn.Linear(16, VOCAB, bias=False), torch.randn(5, 16, requires_grad=True)
+    head = OutputLayer(lambda rows, _: base(rows), base, LogitTransform.of(config))
+    ids = np.array([0, 3, VOCAB - 7, 1, 2])
+    targets = Targets.of([ids], [np.arange(5)], np.ones(5, np.bool_), CPU)
+    chosen = target_logprobs(hidden, targets, head, LoraSegment(0, 5, 1.0), recompute=False)
+    expected = (base(hidden) / 4)[:, : VOCAB - 6].log_softmax(-1)[range(5), ids]
+    torch.testing.assert_close(chosen, expected)
+    leaves = [hidden, base.weight]
+    found, theirs = (torch.autograd.grad(each.square().sum(), leaves) for each in (chosen, expected))
+    for one, other in zip(found, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+    padded = SimpleNamespace(vocab_size=VOCAB, unpadded_vocab_size=VOCAB)
+    assert LogitTransform.of(padded) == LogitTransform()

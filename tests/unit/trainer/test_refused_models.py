@@ -52,17 +52,6 @@ LONGROPE = {
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
-INKLING: dict[str, Any] = {
-    "model_type": "inkling_text",
-    "mlp_layer_types": ["dense", "dense"],
-    "swa_num_attention_heads": 2,
-    "swa_num_key_value_heads": 1,
-    "swa_head_dim": 8,
-    "sliding_window_size": 8,
-    "d_rel": 4,
-    "rel_extent": 8,
-}
-"""Its attention has position biases."""
 AXK2: dict[str, Any] = {
     "model_type": "axk2",
     "num_key_value_heads": 2,
@@ -133,7 +122,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"Starcoder2.*: the projections of model.layers.0 .* mlp.c_fc \(Linear\)",
     ),
     "falcon": (FALCON, r"FalconForCausalLM.*: no linear layers of a known name found"),
-    "inkling": (INKLING, "InklingForCausalLM.*: the projections of model.layers.0 are none that LoRA can train"),
     "minimax-m3": (
         MINIMAX_M3,
         r"\(minimax_m3_vl_text\) has sparse attention to the 16 blocks of 128 tokens that an indexer chooses",
@@ -181,7 +169,6 @@ REFUSED_IN_FULL: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "xglm", "d_model": 16, "ffn_dim": 16, "num_layers": 1, "attention_heads": 2},
         "the model computes attention itself, not by transformers' attention interface",
     ),
-    "inkling": (INKLING, "keeps a state along a sequence in a way that is not known"),
     "ax-k2": (AXK2, r"\(axk2\) has sparse attention to the 2048 tokens .*, of another kind than deepseek_v32, glm_moe"),
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from skyrl.trainer.experts.routing import ROUTERS, Routing, routers_of
+from skyrl.trainer.experts.routing import ROUTERS, WITH_SHARED, Routing, routers_of
 
 ROWS, HIDDEN, EXPERTS, PER_ROW = 20, 16, 8, 3
 MODULES = {
@@ -33,10 +33,13 @@ MODULES = {
     "Glm4MoeLiteTopkRouter": "glm4_moe_lite",
     "KimiLinearTopkRouter": "kimi_linear",
     "NemotronHTopkRouter": "nemotron_h",
+    "Lfm2MoeTopKRouter": "lfm2_moe",
+    "InklingTopkRouter": "inkling",
 }
 SOFTMAX = tuple(MODULES)[:9]
 SIGMOID = tuple(MODULES)[9:]
-GIVEN_THE_BIAS = SIGMOID[:2]
+BIAS_GIVEN = ("MiniMaxM2TopKRouter", "HYV3TopKRouter", "Lfm2MoeTopKRouter")
+"""Their layer gives them the bias that changes the choice."""
 WITH_SETTING = ("Qwen3MoeTopKRouter", "Qwen3NextTopKRouter", "Mistral4TopkRouter")
 FACTOR = 2.5
 
@@ -56,6 +59,10 @@ def _router(name: str, dtype: torch.dtype = torch.float32, *, normed: bool = Tru
         rms_norm_eps=1e-6,
         n_group=groups,
         topk_group=max(1, groups // 2),
+        use_expert_bias=True,
+        n_routed_experts=EXPERTS,
+        n_shared_experts=2,
+        route_scale=FACTOR,
     )
     torch.manual_seed(1)
     router = kind(config).to(dtype)
@@ -64,8 +71,14 @@ def _router(name: str, dtype: torch.dtype = torch.float32, *, normed: bool = Tru
     return router
 
 
-def _output(name: str, router: Any, hidden: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if name in GIVEN_THE_BIAS:
+def _output(name: str, router: Any, hidden: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    """Weights of shared experts, where the router has some, are joined to those of the chosen ones."""
+    logits, weights, chosen, *shared = _made(name, router, hidden, bias)
+    return logits, torch.cat([weights, *shared], dim=1), chosen
+
+
+def _made(name: str, router: Any, hidden: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    if name in BIAS_GIVEN:
         return router(hidden, bias)
     if name in SIGMOID:
         router.e_score_correction_bias.copy_(bias)
@@ -94,14 +107,16 @@ def test_with_its_own_experts_a_router_gives_the_same_bits_and_gradients(
         _, weights, chosen = _output(name, router, hidden, bias)
         assert experts is None or torch.equal(chosen, experts)
         experts = chosen
-        mixed = (weights.float() * torch.arange(1.0, PER_ROW + 1)).sum()
+        mixed = (weights.float() * torch.arange(1.0, weights.shape[1] + 1)).sum()
         found.append((weights, *torch.autograd.grad(mixed, [hidden, matrix])))
         _follow(routing, experts)
     (weights, *gradients), (replayed, *others) = found
     assert replayed.dtype == weights.dtype
     assert torch.equal(replayed, weights)
     for one, other in zip(gradients, others, strict=True):
-        torch.testing.assert_close(one, other)
+        # shared experts' logits are computed again: two products have the gradient, and each is rounded
+        bound = 0.01 * float(one.abs().max()) if name in WITH_SHARED else None
+        torch.testing.assert_close(one, other, atol=bound, rtol=None if bound is None else 0.0)
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -112,14 +127,16 @@ def test_sigmoid_routers_weigh_given_experts_as_if_a_bias_had_chosen_them(name: 
     given = torch.rand(ROWS, EXPERTS).topk(PER_ROW).indices
     router = _router(name, normed=normed, groups=1)
     expected = torch.zeros(ROWS, EXPERTS)
+    of_shared = []
     for row, experts in enumerate(given):
         bias = torch.zeros(EXPERTS).index_fill(0, experts, 5.0)
         _, weights, chosen = _output(name, router, hidden[row : row + 1], bias)
-        expected[row, chosen[0]] = weights[0]
+        expected[row, chosen[0]] = weights[0, :PER_ROW]
+        of_shared.append(weights[:, PER_ROW:])
     _follow(Routing([router]), given)
     _, weights, chosen = _output(name, router, hidden, torch.zeros(EXPERTS))
     assert torch.equal(chosen, given)
-    torch.testing.assert_close(weights, expected.gather(1, given))
+    torch.testing.assert_close(weights, torch.cat([expected.gather(1, given), torch.cat(of_shared)], dim=1))
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -143,7 +160,7 @@ def test_softmax_routers_weigh_given_experts_by_their_logits(name: str, normed: 
 
 
 def test_every_known_kind_is_tried_here() -> None:
-    assert set(MODULES) == set(ROUTERS)
+    assert set(MODULES) == {*ROUTERS, *WITH_SHARED}
 
 
 class _Block(nn.Module):

@@ -101,7 +101,7 @@ def _v32(messages: list[dict[str, Any]], given: Mapping[str, Any], tools: Any) -
     }
 
 
-INKLING_KINDS = frozenset({"inkling_mm_model"})
+INKLING_KINDS = frozenset({"inkling_mm_model", "inkling2"})
 """The `model_type`s."""
 _EFFORTS = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.7, "high": 0.9, "xhigh": 0.99, "max": 0.99}
 _EFFORT = 0.9
