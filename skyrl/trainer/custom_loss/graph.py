@@ -266,7 +266,7 @@ def _most_of_sizes(node: LossNode, args: Sequence[Any], tensors: Sequence[Tensor
     if word in SIZED or (node.target == "operator.getitem" and any(isinstance(each, list) for each in _parts(args[1]))):
         return None
     if not tensors:
-        return 0
+        return 1
     if word in COMBINING:
         return max(math.prod(max(1, each.numel()) for each in tensors), sum(each.numel() for each in tensors))
     shapes = {each.shape for each in tensors if each.dim() > 0}

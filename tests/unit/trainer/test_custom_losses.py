@@ -18,6 +18,7 @@ from torch import Tensor
 from torch_lora_support import make_backend, make_full, make_ranks, ok, rl, saved, spec, stored_tensors, train
 
 from skyrl.base.types import custom_loss as names
+from skyrl.base.types.custom_loss import LossNode
 from skyrl.trainer.custom_loss import graph as graph_module
 from skyrl.trainer.custom_loss.graph import META, LossGraph, Work
 from skyrl.trainer.custom_loss.operations import FUNCTIONS, MASKED, METHODS
@@ -327,5 +328,8 @@ def test_every_operation_works_and_its_shape_is_foreseen() -> None:
                 continue
             pairs = zip(graph_module._tensors(real), graph_module._tensors(foreseen), strict=True)
             assert all((one.shape, one.dtype) == (other.shape, other.dtype) for one, other in pairs), (name, args)
+            node = LossNode("call_function" if name in FUNCTIONS else "call_method", "node", name, args, {})
+            size = sum(each.numel() for each in graph_module._tensors(real))
+            assert size <= graph_module._most(node, args, {}, 2**30), (name, args)
             useless.discard(name)
     assert not useless
