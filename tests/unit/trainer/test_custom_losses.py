@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -314,8 +315,9 @@ def _tried() -> list[tuple[Any, ...]]:
 
 def test_every_operation_works_and_its_shape_is_foreseen() -> None:
     """What torch cannot foresee is refused; each operation works with some arguments."""
-    useless = {*FUNCTIONS, *METHODS} - {"getattr", *MASKED}
-    for name in sorted(useless):
+    every = {*FUNCTIONS, *METHODS} - {"getattr", *MASKED}
+    worked: Counter[str] = Counter()
+    for name in sorted(every):
         operation = FUNCTIONS.get(name) or METHODS[name]
         created = {"device": META} if name.removeprefix("torch.") in names.CREATIONS else {}
         for args in _tried():
@@ -331,5 +333,7 @@ def test_every_operation_works_and_its_shape_is_foreseen() -> None:
             node = LossNode("call_function" if name in FUNCTIONS else "call_method", "node", name, args, {})
             size = sum(each.numel() for each in graph_module._tensors(real))
             assert size <= graph_module._most(node, args, {}, 2**30), (name, args)
-            useless.discard(name)
-    assert not useless
+            worked[name] += 1
+            if worked[name] == 5:
+                break
+    assert set(worked) == every
