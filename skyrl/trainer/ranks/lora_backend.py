@@ -36,7 +36,6 @@ from skyrl.trainer.lora.adapter import (
     Target,
     check_pattern,
     check_spec,
-    kind_of,
     kinds_of,
     random_adapter,
     with_value_head,
@@ -320,7 +319,7 @@ class LoraBackend(BackendOverRanks):
         super().__init__(config, group)
         facts: AdapterFacts = self._facts
         self._targets = facts.targets
-        self._hidden = next(each.in_features for each in facts.targets if kind_of(each.name) == "lm_head")
+        self._hidden = next(each.in_features for each in facts.targets if each.name.endswith("lm_head"))
         self._divides_experts = config.backend_config.trainer.placement.expert_parallel
         self._max_rank = config.backend_config.lora.max_lora_rank
         self._train_mlp_of_mixtures: TrainMlpOfMixtures = config.backend_config.lora.train_mlp_of_mixtures
