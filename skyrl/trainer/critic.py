@@ -23,6 +23,7 @@ LOSS_CONFIG: Mapping[str, float] = {"value_coef": 0.5, "value_clip": 0.2}
 GAE_CONFIG: Mapping[str, float] = {"gamma": 1.0, "gae_lambda": 0.95}
 
 Floats = npt.NDArray[np.float32]
+Numbers = npt.NDArray[np.int64] | npt.NDArray[np.float32]
 
 
 def is_sent(data: Sequence[Datum], *names: str) -> bool:
@@ -52,7 +53,9 @@ def check_config(config: Mapping[str, float]) -> None:
         raise InvalidRequest("loss_fn_config.value_clip: must be above 0; a large number clips nothing")
 
 
-def estimate(rewards: Floats, values: Floats, mask: Floats, gamma: float, gae_lambda: float) -> tuple[Floats, Floats]:
+def estimate(
+    rewards: Numbers, values: Numbers, mask: Numbers, gamma: float, gae_lambda: float
+) -> tuple[Floats, Floats]:
     """Advantages and returns, float32 [N] each, from inputs [N] of one sequence (equations 11 to 16 of
     "High-Dimensional Continuous Control Using Generalized Advantage Estimation", arXiv 1506.02438).
 
@@ -82,9 +85,8 @@ def with_advantages(training_pass: TrainingPass) -> TrainingPass:
     data: list[Datum] = []
     for datum in training_pass.data:
         inputs = dict(datum.loss_inputs)
-        given = (inputs[name].astype(np.float32) for name in (REWARDS, VALUES, MASK))
-        advantages, returns = estimate(*given, config["gamma"], config["gae_lambda"])
-        del inputs[REWARDS]
+        rewards = inputs.pop(REWARDS)
+        advantages, returns = estimate(rewards, inputs[VALUES], inputs[MASK], config["gamma"], config["gae_lambda"])
         data.append(replace(datum, loss_inputs=inputs | {"advantages": advantages, RETURNS: returns}))
     rest = {name: value for name, value in training_pass.loss_config.items() if name not in GAE_CONFIG}
     return replace(training_pass, data=data, loss_config=rest)

@@ -54,11 +54,11 @@ def first_cells(page: str, heading: str) -> set[str]:
 
 
 def test_the_page_on_training_lists_every_loss_and_metric() -> None:
-    losses_py = (ROOT / "skyrl/trainer/losses.py").read_text()
-    metrics = re.findall(r'"(\w+:(?:sum|min|max|mean))"', losses_py.partition("class Tally")[2])
+    metrics = re.findall(r'"(\w+:(?:sum|min|max|mean))"', (ROOT / "skyrl/trainer/tally.py").read_text())
     assert first_cells("docs/how-it-works/training.md", "Metrics") == {*metrics}
+    losses_py = (ROOT / "skyrl/trainer/losses.py").read_text()
     table = losses_py.partition("LOSSES: dict")[2].partition("\n}\n")[0]
-    losses = re.findall(r'^    "(\w+)": Loss\(', table, flags=re.M)
+    losses = re.findall(r'^    "(\w+)": (?:Loss|_policy)\(', table, flags=re.M)
     assert len(losses) > 5
     assert first_cells("docs/how-it-works/training.md", "Losses") == {*losses}
 

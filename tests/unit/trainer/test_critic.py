@@ -157,7 +157,7 @@ def test_values_loss_and_gradients_equal_autograd_on_peft(tmp_path: Path, *, rew
     assert 0 < metrics["value_clipped:sum"] < counted
     assert metrics["value_clip_fraction:mean"] == pytest.approx(metrics["value_clipped:sum"] / counted)
     ours = files_saved(backend, "m", tmp_path / "after")
-    theirs = {
+    theirs: dict[str, Any] = {
         name.removeprefix("base_model.model.").replace(".default.weight", ""): each.grad
         for name, each in model.named_parameters()
         if each.requires_grad
