@@ -73,7 +73,7 @@ def attend(
     step = max(1, SCORES_BYTES // (4 * count * heads * (length + (0 if relative is None else relative.extent))))
     if rows <= step:
         block = _causal_mask(0, rows, query.device) if causal else mask
-        biases = () if relative is None else (relative.states, relative.profiles, places)
+        biases: tuple[Any, ...] = () if relative is None else (relative.states, relative.profiles, places)
         return _explicit(query, key, value, block, factor, softcap, sinks, *biases)
     keys, values = Reused(key), Reused(value)
     profiles = None if relative is None else Reused(relative.profiles)
