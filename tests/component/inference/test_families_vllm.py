@@ -77,6 +77,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "hunyuan-3",
         {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "route_norm": True, "qk_norm": True},
     ),
+    # vLLM reads the scale of queries by position from this setting alone.
+    "ministral-3": ("ministral-3", {"llama_4_scaling": {"original_max_position_embeddings": 32, "beta": 0.5}}),
     # Released models have yarn with these settings.
     "deepseek-v3, yarn": (
         "deepseek-v3",
