@@ -61,11 +61,14 @@ def save_state(adapter: Adapter, base_model: str, directory: Path) -> None:
             tensors |= {f"{part}.{name}": view.cpu().contiguous() for name, view in adapter.views(flat).items()}
     if tensors:
         save_file(tensors, directory / OPTIMIZER_TENSORS)
+    lora = asdict(adapter.spec)
+    if not adapter.spec.rank_pattern:  # earlier versions wrote none
+        del lora["rank_pattern"]
     description = {
         "format": FORMAT,
         "step": adapter.step,
         "parts": parts,
-        "lora": asdict(adapter.spec),
+        "lora": lora,
         "targets": _names(adapter),
     }
     (directory / STATE_JSON).write_text(json.dumps(description, indent=1) + "\n")
