@@ -18,6 +18,7 @@ from skyrl.api.error_answers import ErrorAnswers, Refusals, is_anthropic, is_ope
 from skyrl.api.routes.account import audit_routes, key_routes, usage_routes
 from skyrl.api.routes.agent_sessions import agent_session_routes
 from skyrl.api.routes.chats import chat_routes, completion_routes
+from skyrl.api.routes.checkpoint_search import checkpoint_search_routes
 from skyrl.api.routes.checkpoints import checkpoint_routes, copy_routes
 from skyrl.api.routes.downloads import download_routes, timeline_routes
 from skyrl.api.routes.futures import future_routes
@@ -93,6 +94,7 @@ ROUTES = (
     capability_routes,
     checkpoint_routes,
     copy_routes,
+    checkpoint_search_routes,
     download_routes,
     completion_routes,
     chat_routes,

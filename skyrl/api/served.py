@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -303,6 +303,12 @@ class Served:
         if number is None:
             raise RequestError(f"{name!r} is not served here; there is: {', '.join(self._names.served)}", field=field)
         return self._models[number]
+
+    def all_names(self, names: Collection[str]) -> tuple[str, ...]:
+        """These names of base models, and the other names of those that are served."""
+        numbers = {number for name in names if (number := self._names.numbers.get(name)) is not None}
+        served = (name for number in sorted(numbers) for name in self._models[number].config.served_names)
+        return tuple(dict.fromkeys([*names, *served]))
 
     def number_of(self, stored: str) -> int:
         """The number of the base model of a stored row; 0 if it is served no more under this name."""

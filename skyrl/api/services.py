@@ -48,6 +48,7 @@ from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.db.adapter_versions import AdapterUses
 from skyrl.storage.db.agents import AgentSessions, AgentTurns
 from skyrl.storage.db.audit import Audit
+from skyrl.storage.db.checkpoint_search import CheckpointSearch
 from skyrl.storage.db.checkpoints import Checkpoints, Copies
 from skyrl.storage.db.database import Database, postgres_conninfo
 from skyrl.storage.db.engine_state import EngineState, read_state
@@ -139,7 +140,8 @@ class Services:
         )
         self.tokens, self.urls = tokens, urls
         self.access = Access(self.keys, tokens, managed=config.api_keys == "managed")
-        self.search, self.audit = SessionSearch(database), Audit(database, writer)
+        self.search, self.checkpoint_search = SessionSearch(database), CheckpointSearch(database)
+        self.audit = Audit(database, writer)
         self.usage, self.traces, self.curves = Usage(database), Traces(database), Curves()
 
         self.openai_models = ModelNames([_base_of(model) for model in built], self.checkpoints)

@@ -176,6 +176,13 @@ LISTS: dict[tuple[str, str], list[Try]] = {
         Try({"limit": 200, "owner": {"type": "accessible"}}),
         Try({"limit": 200, "owner": {"type": "user", "owner_urns": [user_urn(TENANT)]}}),
     ],
+    ("POST", "/api/v1/checkpoints/search"): [
+        Try({"limit": 200}),
+        Try({"limit": 200, "project_ids": ["{project}"]}),
+        Try({"limit": 200, "base_models": [BASE]}),
+        Try({"limit": 200, "owner": {"type": "accessible"}}),
+        Try({"limit": 200, "owner": {"type": "user", "owner_urns": [user_urn(TENANT)]}}),
+    ],
 }
 """Routes that answer every tenant with the tenant's own objects."""
 HARMLESS = {

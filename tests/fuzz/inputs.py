@@ -38,6 +38,15 @@ FULL: dict[str, dict[str, Any]] = {
         "limit": 5,
         "cursor": {"last_created_at": "2026-01-01T00:00:00Z", "last_session_id": "{session}"},
     },
+    "checkpoints/search": {
+        "project_ids": ["p"],
+        "user_metadata": {"note": "mine"},
+        "checkpoint_type": "training",
+        "owner": {"type": "user", "owner_urns": ["tml:user:x"]},
+        "base_models": ["tiny"],
+        "limit": 5,
+        "cursor": {"last_created_at": "2026-01-01T00:00:00Z", "last_checkpoint_uuid": "7"},
+    },
     "create_model": {
         "session_id": "{their_session}",
         "model_seq_id": 1,

@@ -32,7 +32,7 @@ from skyrl.storage.db.checkpoints import Checkpoint, Copy, Seen
 from skyrl.storage.db.models import ModelRecord
 
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86_400
-_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _EXTERNAL_SINCE = (0, 30)
 """The first version of the SDK that knows the type `external`. Older versions cannot read a list that holds one."""
 _KINDS_OF_OLD_SDKS: tuple[CheckpointKind, ...] = ("weights", "sampler_weights")
@@ -60,13 +60,14 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
     path, expires_at = checkpoint.path, checkpoint.expires_at
     return {
         "checkpoint_id": f"{path.kind}/{path.name}",
-        "checkpoint_type": _TYPES[path.kind],
+        "checkpoint_type": TYPES[path.kind],
         "time": timestamp(checkpoint.created_at),
         "tinker_path": str(path),
         "size_bytes": checkpoint.size_bytes,
         "public": checkpoint.public,
         "user_metadata": strings(checkpoint.user_metadata),
         "expires_at": None if expires_at is None else timestamp(expires_at),
+        "base_model": checkpoint.base_model,
     }
 
 

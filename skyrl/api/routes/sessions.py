@@ -138,27 +138,37 @@ def _statuses(queries: list[SessionStatusQuery] | None) -> tuple[Status, ...] | 
     return tuple(status for status in found if status is not None)
 
 
-def _includes_own_sessions(owner: SearchOwner | None, tenant: str) -> bool:
-    """Whether a search by owner includes the tenant's own sessions. A tenant finds no other sessions."""
+def check_owner(owner: SearchOwner | None) -> list[str] | None:
+    """The owners that a search names; None if it names none. Raises RequestError for an owner that is not known."""
     if owner is None or owner.type in ("own", "accessible"):
-        return True
+        return None
     if owner.type != "user":
         raise RequestError(f"{owner.type!r} is not known; there is: own, accessible, user", field="owner.type")
     if owner.owner_urns is None or not 1 <= len(owner.owner_urns) <= MAX_OWNERS:
         raise RequestError(f"must name 1 to {MAX_OWNERS} owners", field="owner.owner_urns")
-    return user_urn(tenant) in owner.owner_urns
+    return owner.owner_urns
+
+
+def microseconds(at: datetime, field: str) -> int:
+    """A time of a cursor in microseconds since the epoch, the resolution of times on the wire."""
+    if at.tzinfo is None:
+        raise RequestError("must have an offset from UTC", field=field)
+    return (at - _EPOCH) // timedelta(microseconds=1)
+
+
+def moment(after_epoch_us: int) -> str:
+    """The reverse of `microseconds`."""
+    return (_EPOCH + timedelta(microseconds=after_epoch_us)).isoformat()
 
 
 def _position(cursor: SessionSearchCursor | None) -> tuple[int, str] | None:
     if cursor is None:
         return None
-    if cursor.last_created_at.tzinfo is None:
-        raise RequestError("must have an offset from UTC", field="cursor.last_created_at")
-    return (cursor.last_created_at - _EPOCH) // timedelta(microseconds=1), cursor.last_session_id
+    return microseconds(cursor.last_created_at, "cursor.last_created_at"), cursor.last_session_id
 
 
 def _created_at(session: FoundSession) -> str:
-    return (_EPOCH + timedelta(microseconds=session.created_us)).isoformat()
+    return moment(session.created_us)
 
 
 def _status_json(session: FoundSession) -> dict[str, Any] | None:
@@ -206,7 +216,8 @@ def search_routes(services: Services) -> Routes:
             statuses=_statuses(body.statuses),
             after=_position(body.cursor),
         )
-        if not _includes_own_sessions(body.owner, tenant):
+        owners = check_owner(body.owner)
+        if owners is not None and user_urn(tenant) not in owners:  # a tenant finds no sessions of others
             return reply({"sessions": []})
         found, more = await services.search.page(tenant, query, body.limit)
         last = found[-1] if more else None

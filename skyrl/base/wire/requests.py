@@ -306,3 +306,18 @@ class SessionSearchRequest(msgspec.Struct):
     statuses: list[SessionStatusQuery] | None = None
     limit: int = 50
     cursor: SessionSearchCursor | None = None
+
+
+class CheckpointSearchCursor(msgspec.Struct):
+    last_created_at: datetime
+    last_checkpoint_uuid: str
+
+
+class CheckpointSearchRequest(msgspec.Struct):
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] | None = None
+    checkpoint_type: str | None = None
+    owner: SearchOwner | None = None
+    base_models: list[str] | None = None
+    limit: int = 50
+    cursor: CheckpointSearchCursor | None = None
