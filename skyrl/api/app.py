@@ -27,6 +27,7 @@ from skyrl.api.routes.probes import capability_routes, metrics_routes, probe_rou
 from skyrl.api.routes.sampling import sampling_routes
 from skyrl.api.routes.sessions import search_routes, session_routes
 from skyrl.api.routes.training import training_routes
+from skyrl.api.routes.uploads import upload_routes
 from skyrl.api.routes.weights import weight_routes
 from skyrl.api.services import Services
 from skyrl.api.table import AccessCheck, AccessLog, BodyMemoryHook, HttpTable, RequestIds, TraceHook
@@ -95,6 +96,7 @@ ROUTES = (
     checkpoint_routes,
     copy_routes,
     checkpoint_search_routes,
+    upload_routes,
     download_routes,
     completion_routes,
     chat_routes,

@@ -61,6 +61,7 @@ from skyrl.storage.db.run_steps import Curves
 from skyrl.storage.db.samplers import Samplers
 from skyrl.storage.db.session_search import SessionSearch
 from skyrl.storage.db.sessions import Continuity, Sessions
+from skyrl.storage.db.uploads import Uploads
 from skyrl.storage.db.usage import Usage, UsageCounter
 from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.futures.store import FutureStore
@@ -101,7 +102,7 @@ class Services:
         self.samplers = Samplers(database, writer, names.own)
         self.models, self.checkpoints = Models(database, writer), Checkpoints(database, writer)
         self.checkpoint_store = open_store(config, metrics.traffic.count)
-        self.copies = Copies(database, writer)
+        self.copies, self.uploads = Copies(database, writer), Uploads(database, writer)
         self.quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), self.futures.is_pending)
         self.picture_files, self.picture_checks = PictureFiles(database), PictureChecks(metrics.images)
         self.adapter_uses = AdapterUses(writer)

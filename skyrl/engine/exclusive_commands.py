@@ -125,8 +125,6 @@ class ExclusiveCommands:
         if request.refused is not None:
             raise FailedRequest(request.refused)
         path = parse_path(request.path)
-        if path.kind != "weights":
-            raise FailedRequest(f"path: {request.path!r} cannot be trained on; load what save_weights has saved")
         reader = request.source_tenant or model.tenant
         saved = self._database.read(lambda c: checkpoints.find_checkpoint(c, path, reader))
         if saved is None:
@@ -136,6 +134,10 @@ class ExclusiveCommands:
                 f"path: {request.path} was saved from a model of {saved.base_model!r}, and model {model.id!r} has the "
                 f"base model {model.base_model!r}: load the checkpoint into a model of {saved.base_model!r}"
             )
+        if not saved.is_trainable:
+            raise FailedRequest(f"path: {request.path!r} cannot be trained on; load what save_weights has saved")
+        if path.kind != "weights" and request.optimizer:
+            raise FailedRequest(f"optimizer: {request.path!r} holds weights alone; load it without the optimizer")
         creates = command.seq_id == 0
 
         def load() -> None:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 
+from skyrl.base.adapter_files import TRAIN_FLAGS, encode_targets
 from skyrl.base.config.server import ConfigError, ServerConfig, vision_of
 from skyrl.base.model_files import model_config
 from skyrl.base.types.context_limits import ContextLimits
-from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.engine.activity import Heartbeat
 from skyrl.engine.build import EngineParts, build_engine
 from skyrl.engine.colocated_sampling import ColocatedSampler
@@ -99,6 +100,13 @@ def _colocated_sampler(
         sleeps=torch.cuda.is_available(),
         give_up_after_s=runtime.config.forwarding_deadline_s,
     )
+
+
+def layers_text(config: ServerConfig, backend: Backend) -> str:
+    """The layers that adapters of this server train, as the engine publishes them. Uploads are checked by them."""
+    lora = config.backend_config.lora
+    specs = {flag: LoraSpec(1, lora.alpha, 0, *(each == flag for each in TRAIN_FLAGS)) for flag in TRAIN_FLAGS}
+    return encode_targets({flag: backend.layers_of(spec) for flag, spec in specs.items()})
 
 
 def _sampling_limits(runtime: Runtime, limits: ModelLimits) -> ContextLimits:
@@ -243,8 +251,8 @@ async def run(runtime: Runtime) -> None:
         watches = [watch for watch in (activity_watch, inference_watch, ranks_watch, restoring) if watch is not None]
         await signals.unless_stopped(check.run(lambda why: state.training(ready=False, reason=why)), watches)
         if not signals.is_stopped:
-            limits = _sampling_limits(runtime, backend.limits)
-            await asyncio.to_thread(state.training, ready=True, reason="", limits=limits)
+            limits, layers = _sampling_limits(runtime, backend.limits), layers_text(config, backend)
+            await asyncio.to_thread(state.training, ready=True, reason="", limits=limits, layers=layers)
             if died_at:
                 metrics.phases.recovered(died_at)
         await run_until_stopped(parts, watches)

@@ -47,11 +47,12 @@ from skyrl.storage.checkpoint_store.directories import (
 )
 from skyrl.storage.checkpoint_store.versions import model_of, version_at, version_directory, version_in, version_key
 from skyrl.storage.db import adapter_versions, full_weights
-from skyrl.storage.db.checkpoints import pop_expired, store_keys
+from skyrl.storage.db.checkpoints import Checkpoint, pop_expired, store_keys
 from skyrl.storage.db.database import MAX_NAMED, Connection, Database, Displaced
 from skyrl.storage.db.models import loads_to_repeat, over_among
 from skyrl.storage.db.repeats import repeat
 from skyrl.storage.db.scopes import models_in_scope
+from skyrl.storage.db.uploads import drop_expired, kept_keys
 
 SWEEP_S = 10.0
 
@@ -145,7 +146,7 @@ class FileSweeper:
     def unused_adapters(self) -> list[AdapterVersion]:
         """Adapter versions that have files here or in the checkpoint store, and that no sampling session and no
         checkpoint holds. At most MAX_NAMED; the next call finds the rest."""
-        expired = self._database.write(lambda c: pop_expired(c, time.time(), self._scope))
+        expired = self._database.write(self._pop_expired)
         self._expired |= {checkpoint.store_key for checkpoint in expired}
         paths = [path for model in subdirectories(self._config.adapters_dir) for path in subdirectories(model)]
         here = (adapter for path in paths if isinstance(adapter := version_in(path), AdapterVersion))
@@ -153,6 +154,10 @@ class FileSweeper:
         mine = self._files.among(adapter.model_id for adapter in found)
         loaded = [adapter for adapter in found if adapter not in self._deletable_at and adapter.model_id in mine]
         return self._database.read(lambda c: self._unused(c, loaded))
+
+    def _pop_expired(self, connection: Connection) -> list[Checkpoint]:
+        drop_expired(connection)
+        return pop_expired(connection, time.time(), self._scope)
 
     def unloaded(self, adapter: AdapterVersion) -> None:
         """Note that no inference server has this adapter any more. Its files may be deleted after GRACE_S."""
@@ -268,7 +273,7 @@ class FileSweeper:
 
     def _without_row(self, keys: set[str]) -> set[str]:
         groups = {safe_name(model_id) for model_id in self._saving()}
-        kept = self._database.read(store_keys)
+        kept = self._database.read(lambda c: store_keys(c) | kept_keys(c))
         return {key for key in keys - kept if key.partition("/")[0] not in groups}
 
     def _before(self) -> float:

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from skyrl.base.adapter_files import TRAIN_FLAGS, kinds_of
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.pictures.picture import PlacedPicture, digest_of
 from skyrl.base.pictures.vision import VisionConfig
@@ -172,7 +173,6 @@ model. A change within this factor of it is taken."""
 LEAST_CHANGE = 1e-9
 TRIES, LARGEST_STEP = 4, 30.0
 """How often an update is sized anew, and by which factor at most. Some layers change little however large they are."""
-_FLAGS = ("train_attn", "train_mlp", "train_unembed")
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,8 @@ class TrainerProbes:
             whole = LoraSpec(0, self._config.backend_config.lora.alpha, SEED)
             with self._model(whole):
                 return self._run_base()
-        kinds = {flag: self._backend.kinds_of_layers(self._spec({flag})) for flag in _FLAGS}
-        trained = [flag for flag in _FLAGS if kinds[flag]]
+        kinds = {flag: kinds_of(self._backend.layers_of(self._spec({flag}))) for flag in TRAIN_FLAGS}
+        trained = [flag for flag in TRAIN_FLAGS if kinds[flag]]
         with self._model(self._spec(trained)):
             expected = self._run_base()
         for flag in trained:
@@ -287,7 +287,7 @@ class TrainerProbes:
 
     def _spec(self, flags: Collection[str]) -> LoraSpec:
         lora = self._config.backend_config.lora
-        return LoraSpec(min(RANK, lora.max_lora_rank), lora.alpha, SEED, *(flag in flags for flag in _FLAGS))
+        return LoraSpec(min(RANK, lora.max_lora_rank), lora.alpha, SEED, *(flag in flags for flag in TRAIN_FLAGS))
 
     @contextmanager
     def _model(self, spec: LoraSpec, kinds: Collection[str] = (), of_update: float = 0.0) -> Iterator[None]:

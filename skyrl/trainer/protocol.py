@@ -23,6 +23,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from skyrl.base.adapter_files import Target
 from skyrl.base.pictures.picture import PlacedPicture
 from skyrl.base.pictures.vision import VisionConfig
 from skyrl.base.types.custom_loss import CustomLoss
@@ -153,9 +154,8 @@ class Backend(Protocol):
         """Add a model. Raises InvalidRequest for a rank or a train flag that cannot be honoured, and PlaceTaken."""
         ...
 
-    def kinds_of_layers(self, spec: LoraSpec) -> list[str]:
-        """The kinds of layers that an adapter of this spec trains: names without the numbers of layers, such as
-        `self_attn.q_proj`. None for a whole model."""
+    def layers_of(self, spec: LoraSpec) -> Sequence[Target]:
+        """The layers that an adapter of this spec trains. None for a whole model."""
         ...
 
     def create_probe(self, model_id: str, spec: LoraSpec, kinds: Collection[str] = (), size: float = 0.0) -> None:
@@ -208,7 +208,7 @@ class Backend(Protocol):
 
     def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         """Replace the adapter's weights by the weights of a checkpoint. With `optimizer`, also replace the moments, the
-        step count and the pending gradient; without it, drop them.
+        step count and the pending gradient; without it, drop them. A checkpoint may be an adapter in PEFT format alone.
 
         Raises InvalidRequest when the saved adapter has other ranks or other target modules.
         """

@@ -17,6 +17,7 @@ import numpy as np
 from engine_harness import SERVER, WAIT_S, Killed, until
 from sqlalchemy import Connection
 
+from skyrl.base.adapter_files import Target
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import LoraSpec
 from skyrl.engine.build import EngineParts, build_engine
@@ -88,8 +89,8 @@ class HistoryBackend:
         self.models[model_id] = fresh()
         self._step()
 
-    def kinds_of_layers(self, spec: LoraSpec) -> list[str]:
-        raise NotImplementedError  # no sampler is compared with it
+    def layers_of(self, spec: LoraSpec) -> tuple[Target, ...]:
+        raise NotImplementedError  # no sampler is compared with it, and nobody uploads to it
 
     def create_probe(self, model_id: str, spec: LoraSpec, kinds: Collection[str] = (), size: float = 0.0) -> None:
         raise NotImplementedError

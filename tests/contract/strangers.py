@@ -126,6 +126,7 @@ TRIED: dict[tuple[str, str], list[Try]] = {
         Try(COPY | {"model_seq_id": 11}, kind="sampler_weights"),
         Try({"source_path": "{path}", "destination_project_id": "p"}),
     ],
+    ("POST", "/api/v1/external_weights_upload_finish"): [Try({"upload_id": "{upload}"}, owner=400)],
     ("GET", f"{CHECKPOINT}/archive"): [Try(kind=kind, owner=302) for kind in KINDS[:2]],
     ("GET", f"{CHECKPOINT}/external_weights_urls"): [Try(kind=KINDS[2])],
     ("PUT", f"{CHECKPOINT}/ttl"): [Try({"ttl_seconds": 7200}, kind=kind) for kind in KINDS],
@@ -201,6 +202,7 @@ HARMLESS = {
     ("POST", "/api/v1/client/config"),
     ("POST", "/api/v1/client/dynamic_config"),
     ("POST", "/api/v1/create_session"),
+    ("POST", "/api/v1/external_weights_upload_start"),
     ("POST", AGENT_SESSIONS),
     ("POST", "/api/v1/telemetry"),
 }
@@ -209,5 +211,6 @@ SIGNED = {
     ("GET", f"/api/v1/downloads/archives{LINK}"),
     ("GET", f"/api/v1/downloads/files{LINK}"),
     ("GET", "/api/v1/downloads/traces/{session_id}"),
+    ("PUT", "/api/v1/uploads/{upload_id}/{file}"),
 }
 """Routes that need a signed link for exactly one object; without it they answer 403."""

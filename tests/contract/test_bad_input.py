@@ -212,8 +212,10 @@ COPY: dict[str, Any] = {"source_path": "tinker://{model}/weights/saved", "destin
 INTO: dict[str, Any] = {"source_path": "tinker://{model}/weights/saved", "session_id": "{session}", "model_seq_id": 9}
 
 
+UPLOAD: dict[str, Any] = {"base_model": BASE, "lora_config": {}}
 NAMES = {"session_id": "s", "sampler_id": "x", "model_id": "m", "kind": "weights", "name": "n"}
 NAMES |= {"save": "0123", "file": "app.css", "model": "m", "run_id": "m", "agent_session": "s", "agent_turn": "t"}
+NAMES |= {"upload_id": "u"}
 """Parameters in paths."""
 
 
@@ -331,6 +333,16 @@ CASES: list[tuple[str, Any, int, str | None]] = [
         400,
         "cursor.last_checkpoint_uuid",
     ),
+    # Uploads
+    ("external_weights_upload_start", {"lora_config": {}}, 400, "base_model"),
+    ("external_weights_upload_start", {"base_model": BASE}, 400, "lora_config"),
+    ("external_weights_upload_start", UPLOAD | {"base_model": "acme/other"}, 400, "base_model"),
+    ("external_weights_upload_start", UPLOAD | {"lora_config": {"rank": 0}}, 400, "lora_config.rank"),
+    ("external_weights_upload_start", UPLOAD | {"lora_config": {"rank": 10_000}}, 400, "lora_config.rank"),
+    ("external_weights_upload_start", UPLOAD | {"destination_project_id": "p" * 1001}, 400, "destination_project_id"),
+    ("external_weights_upload_start", UPLOAD | {"lora_config": {"train_mlp": False}}, 503, None),
+    ("external_weights_upload_finish", {}, 400, "upload_id"),
+    ("external_weights_upload_finish", {"upload_id": "nobody"}, 404, "upload_id"),
     # Models
     ("create_model", without(MODEL, "session_id"), 400, "session_id"),
     ("create_model", without(MODEL, "model_seq_id"), 400, "model_seq_id"),
@@ -480,7 +492,7 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("copy_weights", {}, 400, "source_path"),
     ("copy_weights", COPY | {"source_path": "saved"}, 400, "source_path"),
     ("copy_weights", COPY | {"source_path": "tinker://{model}/weights/lost"}, 404, "source_path"),
-    ("copy_weights", COPY | {"source_path": "tinker://{model}/external_weights/saved"}, 400, "source_path"),
+    ("copy_weights", COPY | {"source_path": "tinker://{model}/external_weights/saved"}, 404, "source_path"),
     ("copy_weights", COPY | {"source_path": "tinker://{their_model}/weights/saved"}, 404, "source_path"),
     ("copy_weights", COPY | {"weights_access_token": "eyJ.eyJ.x"}, 403, "weights_access_token"),
     ("copy_weights", COPY | {"ttl_seconds": 3599}, 400, "ttl_seconds"),
@@ -905,11 +917,14 @@ async def test_the_server_has_exactly_these_routes(world: World) -> None:
         ("GET", "/api/v1/downloads/archives/{model_id}/{kind}/{name}/{save}/{file}", "signed"),
         ("GET", "/api/v1/downloads/files/{model_id}/{kind}/{name}/{save}/{file}", "signed"),
         ("GET", "/api/v1/downloads/traces/{session_id}", "signed"),
+        ("PUT", "/api/v1/uploads/{upload_id}/{file}", "signed"),
         ("DELETE", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}", "train"),
         ("DELETE", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/publish", "train"),
         ("GET", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/archive", "train"),
         ("GET", "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls", "train"),
         ("POST", "/api/v1/copy_weights", "train"),
+        ("POST", "/api/v1/external_weights_upload_finish", "train"),
+        ("POST", "/api/v1/external_weights_upload_start", "train"),
         ("POST", "/api/v1/create_custom_loss", "train"),
         ("POST", "/api/v1/create_model", "train"),
         ("POST", "/api/v1/forward", "train"),

@@ -26,6 +26,7 @@ from skyrl.api.routes.agent_sessions import ROUTE as AGENT_SESSIONS
 from skyrl.api.server import open_services
 from skyrl.api.services import Services
 from skyrl.api.table import HttpTable
+from skyrl.base.adapter_files import TRAIN_FLAGS, Target, encode_targets
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.chat.openai.service import Asked, OpenAIService
@@ -39,6 +40,7 @@ from skyrl.storage.db.futures import futures
 from skyrl.storage.db.models import models
 from skyrl.storage.db.samplers import samplers
 from skyrl.storage.db.sessions import sessions
+from skyrl.storage.db.uploads import uploads
 from tests.contract.strangers import (
     BASE,
     CHECKPOINT,
@@ -57,7 +59,7 @@ from tests.databases import make_tables, url_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-TABLES = (sessions, models, samplers, futures, checkpoints, audit_events, agent_sessions)
+TABLES = (sessions, models, samplers, futures, checkpoints, audit_events, agent_sessions, uploads)
 
 
 @dataclass
@@ -74,6 +76,7 @@ class World:
     async def ask(self, key: str, method: str, path: str, request: Try) -> httpx.Response:
         names = self.ids | {"kind": request.kind, "name": "n", "save": "5a7e", "file": "adapter_config.json"}
         names["path"] = names["model"] = f"tinker://{self.ids['model_id']}/{request.kind}/n"
+        names["upload_id"] = self.ids["upload"]
         if path.startswith(AGENT_SESSIONS):
             names["session_id"] = self.ids["agent_session"]
         body = json.dumps(request.body)
@@ -102,6 +105,7 @@ class World:
         await self.services.agent_turns.add(turn_of_agent)
         sampler_id = sampler["sampling_session_id"]
         sample = await self.create(OWNER, "asample", sampling_session_id=sampler_id, seq_id=1, **MESSAGE)
+        upload = self.ids.get("upload") or await self._upload()  # the owner may have a few unfinished ones
         self.ids = {
             "session_id": session,
             "sampler_id": sampler_id,
@@ -112,10 +116,15 @@ class World:
             "future": model["request_id"],
             "sample": sample["request_id"],
             "project": project,
+            "upload": upload,
             "my_session": (await self.create(STRANGER, "create_session"))["session_id"],
         }
         for kind in KINDS:
             self._save(model["model_id"], kind)
+
+    async def _upload(self) -> str:
+        started = await self.create(OWNER, "external_weights_upload_start", base_model=BASE, lora_config={})
+        return started["upload_id"]
 
     def _save(self, model_id: str, kind: str) -> None:
         key = f"r{self.rounds}/{kind}-5a7e"
@@ -160,7 +169,8 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wor
     directory: Path = tmp_path_factory.mktemp("isolation")
     database = Database(url_of(directory))
     make_tables(database)
-    database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=100, max_context=20))
+    layers = encode_targets({flag: [Target(flag, 2, 2)] for flag in TRAIN_FLAGS})
+    database.write(lambda c: publish_training(c, ready=True, reason="", vocab_size=100, max_context=20, layers=layers))
     options: dict[str, Any] = {"base_model": BASE, "state_dir": directory}
     async with open_services(Runtime(ServerConfig(**options), directory, None, None)) as services:
         app = create_app(services)
@@ -224,7 +234,8 @@ def rows_of_the_page() -> set[tuple[str, str]]:
 
 async def test_every_route_is_in_the_table_of_endpoints() -> None:
     routes = {(method, re.sub(r"{\w+}", "{}", path)) for method, path in (*TRIED, *LISTS, *HARMLESS)}
-    unlisted = {("GET", "/openapi.json"), ("GET", "/api/v1/downloads/...")}  # these stand for the signed links
+    of_links = {("GET", "/api/v1/downloads/..."), ("PUT", "/api/v1/uploads/...")}
+    unlisted = {("GET", "/openapi.json"), *of_links}
     assert rows_of_the_page() == routes | unlisted
 
 

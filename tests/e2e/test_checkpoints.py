@@ -6,6 +6,8 @@ import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tarfile
 import urllib.request
 from collections.abc import Iterator
@@ -111,6 +113,59 @@ def test_a_model_from_a_checkpoint_has_its_ranks(
     resumed = connect().create_training_client_from_state_with_optimizer(path).result()
     assert resumed.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data == expected
     assert resumed.get_info().lora_rank == 8
+
+
+def test_an_export_goes_out_and_comes_back_as_an_upload(
+    server: DemoServer, connect: ClientFactory, trained: tinker.TrainingClient, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """By HTTP alone: no release of the SDK that can be installed uploads yet."""
+    prompt = tokenizer.encode(TEXT)[:4]
+    exported = trained.save_weights_external("out").result().path
+    expected = greedy(trained.save_weights_and_get_sampling_client().result(), prompt)
+    model_id, _, name = exported.removeprefix("tinker://").split("/")
+    route = f"/api/v1/training_runs/{model_id}/checkpoints/external_weights/{name}/external_weights_urls"
+    with httpx.Client(base_url=server.url, headers={"X-API-Key": "tml-test"}, trust_env=False) as http:
+        links = http.get(route).json()["urls"]
+        files = {name: httpx.get(link, trust_env=False).content for name, link in links.items()}
+        body = {"base_model": "tiny", "lora_config": {"rank": 8}}
+        started = http.post("/api/v1/external_weights_upload_start", json=body).json()
+        for name, link in started["urls"].items():
+            answer = httpx.put(link["url"], content=files[name], headers=link["headers"], trust_env=False)
+            assert answer.status_code == 200, answer.text
+        answer = http.post("/api/v1/external_weights_upload_finish", json={"upload_id": started["upload_id"]})
+        assert answer.status_code == 200, answer.text
+        path = answer.json()["tinker_path"]
+    assert greedy(connect().create_sampling_client(model_path=path).result(), prompt) == expected
+    loaded = connect().create_training_client_from_state(path).result()
+    tokens = tokenizer.encode(TEXT)
+    passes = [client.forward([cross_entropy(tokens)], "cross_entropy").result() for client in (trained, loaded)]
+    first, second = (np.asarray(each.loss_fn_outputs[0]["logprobs"].data) for each in passes)
+    np.testing.assert_array_equal(first, second)
+
+
+def test_a_checkpoint_is_merged_by_its_path(
+    server: DemoServer, trained: tinker.TrainingClient, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    tokens = tokenizer.encode(TEXT)
+    passed = trained.forward([cross_entropy(tokens)], "cross_entropy").result()
+    ours = np.asarray(passed.loss_fn_outputs[0]["logprobs"].data)
+    environment = os.environ | {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-test"}
+    for name, path in (
+        ("state", trained.save_state("merged").result().path),
+        ("export", trained.save_weights_external("merged").result().path),
+    ):
+        command = [sys.executable, "-m", "skyrl.cli.main", "adapter", "merge", "tiny", path, str(tmp_path / name)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0]
+        merged = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+        np.testing.assert_allclose(merged, ours, atol=1e-4)
+    lost = [*command[:-2], f"{path}-lost", str(tmp_path / "lost")]
+    done = subprocess.run(lost, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("skyrl adapter merge: the server answers 404: checkpoint_id: no checkpoint")
 
 
 def test_an_adapter_without_local_files_can_be_sampled_from(

@@ -66,6 +66,12 @@ FULL: dict[str, dict[str, Any]] = {
     "load_weights?into=model": {"model_id": "{their_model}", "seq_id": 5, "path": "{path}", "optimizer": True},
     "weights_info": {"tinker_path": "{path}"},
     "copy_weights": {"source_path": "{their_path}", "destination_project_id": "p", "weights_access_token": "tml-x"},
+    "external_weights_upload_start": {
+        "base_model": "tiny",
+        "lora_config": {"rank": 2, "seed": 1},
+        "destination_project_id": "p",
+    },
+    "external_weights_upload_finish": {"upload_id": "0123"},
     "create_sampling_session": {"session_id": "{session}", "sampling_session_seq_id": 0, "model_path": "{path}"},
     "join_sampling_session": {"sampling_session_id": "{sampler}"},
     "asample": {

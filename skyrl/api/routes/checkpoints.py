@@ -38,11 +38,17 @@ _EXTERNAL_SINCE = (0, 30)
 _KINDS_OF_OLD_SDKS: tuple[CheckpointKind, ...] = ("weights", "sampler_weights")
 
 
-def seen_by_client(request: Request, scope: str) -> Seen:
-    """What a list shows to this client: only the kinds that its version of the SDK can read."""
+def sdk_version(request: Request) -> tuple[int, ...] | None:
+    """The first two numbers of the client's version of the SDK; None for clients that do not tell one."""
     version = request.headers.get("x-stainless-package-version", "")
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal() and len(part) < 10)
-    old = len(numbers) == 2 and numbers < _EXTERNAL_SINCE
+    return numbers if len(numbers) == 2 else None
+
+
+def seen_by_client(request: Request, scope: str) -> Seen:
+    """What a list shows to this client: only the kinds that its version of the SDK can read."""
+    version = sdk_version(request)
+    old = version is not None and version < _EXTERNAL_SINCE
     return Seen(published=scope == "accessible", kinds=_KINDS_OF_OLD_SDKS if old else KINDS)
 
 
@@ -269,13 +275,13 @@ def copy_routes(services: Services) -> Routes:
         token = body.weights_access_token or request.headers.get("x-tinker-weights-access-token")
         reader = tenant if token is None else services.access.tenant_of_access_token(token)
         path = parse_path(body.source_path, "source_path")
-        if path.kind == "external_weights":
-            raise RequestError(
-                "exports cannot be copied; copy the checkpoint that they were made from", field="source_path"
-            )
         source = await services.checkpoints.find(path, reader)
         if source is None:
             raise NotFound(f"no checkpoint {body.source_path!r}", field="source_path")
+        if path.kind == "external_weights" and source.weights is None:
+            raise RequestError(
+                "exports cannot be copied; copy the checkpoint that they were made from", field="source_path"
+            )
         if isinstance(source.weights, FullWeights):
             raise RequestError("this server does not copy full weights, only adapters", field="source_path")
         return source, source.store_key

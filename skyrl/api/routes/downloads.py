@@ -16,6 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from skyrl.api.call import Call, reply, timestamp
 from skyrl.api.routing import Routes
 from skyrl.api.services import Services
+from skyrl.base.adapter_files import PEFT_JSON, PEFT_TENSORS
 from skyrl.base.wire.errors import NotFound, RequestError
 from skyrl.base.wire.paths import TinkerPath, parse_path
 from skyrl.storage.checkpoint_store.archive import Member, gzip_size, gzip_stored, tar, tar_size
@@ -24,7 +25,7 @@ from skyrl.storage.db.checkpoints import Checkpoint
 
 LINK_S = 3600.0
 """How long links are valid. The SDK asks for new ones five minutes before the end."""
-ARCHIVED = ("adapter_config.json", "adapter_model.safetensors")
+ARCHIVED = (PEFT_JSON, PEFT_TENSORS)
 """The files of an adapter's archive, which other programs load. Only this server can use the optimizer's files."""
 OPTIMIZER = ("optimizer-", "state.json")
 """How the names of the other files of a whole model begin."""

@@ -50,7 +50,9 @@ def check_optimizer(optimizer: OptimizerConfig | None) -> None:
     raise RequestError(f"{optimizer.type!r} is not served{why}; there is: adamw", field="optimizer_config.type")
 
 
-def _lora_spec(lora: LoraConfig, metadata: dict[str, Any] | None, served: ServedModel, *, value_head: bool) -> LoraSpec:
+def lora_spec(
+    lora: LoraConfig, metadata: dict[str, Any] | None, served: ServedModel, *, value_head: bool = False
+) -> LoraSpec:
     """The adapter, or the whole model, that the request asks for. Raises RequestError naming the field."""
     limits = served.config.backend_config.lora
     rank_pattern = rank_pattern_of(lora, metadata, limits.max_lora_rank)
@@ -146,7 +148,7 @@ def model_routes(services: Services) -> Routes:
             session_id=session.id,
             tenant=tenant,
             base_model=body.base_model,
-            lora=_lora_spec(body.lora_config or LoraConfig(), body.user_metadata, served, value_head=value_head),
+            lora=lora_spec(body.lora_config or LoraConfig(), body.user_metadata, served, value_head=value_head),
             user_metadata=body.user_metadata,
         )
         await free_place(model, services)

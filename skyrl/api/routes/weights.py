@@ -106,7 +106,7 @@ def weight_routes(services: Services) -> Routes:
             raise RequestError("must be in [0, 2**31)", field="model_seq_id")
         path = parse_path(new_model.path)
         saved = await services.checkpoints.find(path, reader or tenant)
-        if saved is None or path.kind != "weights":
+        if saved is None or not saved.is_trainable:
             raise NotFound(f"no training checkpoint {new_model.path!r}", field="path")
         wants_head = asks_for_value_head(new_model.user_metadata, full=saved.lora.is_full)
         base_model = new_model.base_model or saved.base_model

@@ -233,6 +233,16 @@ class CopyWeightsRequest(msgspec.Struct):
     weights_access_token: str | None = None
 
 
+class UploadStartRequest(msgspec.Struct):
+    base_model: str
+    lora_config: LoraConfig
+    destination_project_id: str | None = None
+
+
+class UploadFinishRequest(msgspec.Struct):
+    upload_id: str
+
+
 class TtlRequest(msgspec.Struct):
     ttl_seconds: int | None = None
 

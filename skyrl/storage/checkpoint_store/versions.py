@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from skyrl.base.adapter_files import PEFT_JSON, PEFT_TENSORS
 from skyrl.base.types.weights import AdapterVersion, FullWeights
 from skyrl.storage.checkpoint_store.directories import id_of, safe_name
 
-ADAPTER_FILES = frozenset({"adapter_config.json", "adapter_model.safetensors"})
+ADAPTER_FILES = frozenset({PEFT_JSON, PEFT_TENSORS})
 """The files of an adapter in PEFT's format."""
 _KINDS: dict[str, type[AdapterVersion | FullWeights]] = {"adapters": AdapterVersion, "full-weights": FullWeights}
 

@@ -62,6 +62,11 @@ class Checkpoint:
     expires_at: float | None
 
     @property
+    def is_trainable(self) -> bool:
+        """Whether models can begin with it: a training state, or an upload, which has weights to sample from alone."""
+        return self.path.kind == "weights" or (self.path.kind == "external_weights" and self.weights is not None)
+
+    @property
     def is_expired(self) -> bool:
         return self.expires_at is not None and self.expires_at <= time.time()
 
@@ -256,9 +261,9 @@ class Copies:
         self._database = database
         self._writer = writer
 
-    async def made_by(self, copy_key: str) -> TinkerPath | None:
-        """The copy that a request with this key has made, if it still exists."""
-        return await self._database.read_async(lambda connection: _made_by(connection, copy_key))
+    async def made_by(self, copy_key: str, tenant: str | None = None) -> TinkerPath | None:
+        """As the function `made_by`."""
+        return await self._database.read_async(lambda connection: made_by(connection, copy_key, tenant))
 
     async def add(self, copy: Copy, source: Checkpoint, check: Callable[[Connection], None] | None = None) -> Recorded:
         """Record a copy of `source` whose files are stored, with all rows that it needs, in one transaction.
@@ -267,7 +272,6 @@ class Copies:
         exists. Raises what `check` raises."""
         now = time.time()
         path = copy.path
-        model = Model(path.model_id, copy.session_id, copy.tenant, source.base_model, source.lora, user_metadata=None)
         checkpoint = replace(
             source,
             path=path,
@@ -278,31 +282,16 @@ class Copies:
             created_at=now,
             expires_at=copy.expires_at,
         )
-        session = {
-            "id": copy.session_id,
-            "tenant": copy.tenant,
-            "status": "finished",
-            "created_at": now,
-            "heartbeat_at": now,
-            "ended_at": now,
-            "sdk_version": "",
-            "tags": ["copy_weights"],
-            "project_id": copy.project_id,
-        }
 
         def add(connection: Connection) -> Recorded:
             # Write transactions run one at a time: no other process can add a copy between this look-up and the insert.
-            if copy.copy_key is not None and (made := _made_by(connection, copy.copy_key)) is not None:
+            if copy.copy_key is not None and (made := made_by(connection, copy.copy_key)) is not None:
                 return Recorded(made, new=False)
             if find_model(connection, path.model_id) is not None:
                 return Recorded(None, new=False)
             if check is not None:
                 check(connection)
-            if copy.project_id is not None:
-                connection.execute(insert(sessions), session)
-            connection.execute(insert(models), model_values(model, copy.model_seq_id, "closed", sampler_version=1))
-            put(connection, checkpoint, copy.copy_key)
-            usage.count_checkpoint(connection, copy.tenant, copy.session_id, path.model_id, source.base_model)
+            add_with_model(connection, copy, checkpoint, "copy_weights" if copy.project_id is not None else None)
             for tenant in sorted({copy.tenant, source.tenant}):
                 audit.record(
                     connection,
@@ -317,6 +306,32 @@ class Copies:
         return await self._writer.transact(add)
 
 
-def _made_by(connection: Connection, copy_key: str) -> TinkerPath | None:
-    row = connection.execute(select(checkpoints).where(checkpoints.c.copy_key == copy_key)).first()
+def add_with_model(connection: Connection, copy: Copy, checkpoint: Checkpoint, new_session: str | None) -> None:
+    """Add a checkpoint with the model that it belongs to, which is not in training. `new_session`: the tag of an ended
+    session that is made for it; None if the session exists."""
+    now, path = checkpoint.created_at, checkpoint.path
+    if new_session is not None:
+        session = {
+            "id": copy.session_id,
+            "tenant": copy.tenant,
+            "status": "finished",
+            "created_at": now,
+            "heartbeat_at": now,
+            "ended_at": now,
+            "sdk_version": "",
+            "tags": [new_session],
+            "project_id": copy.project_id,
+        }
+        connection.execute(insert(sessions), session)
+    base_model = checkpoint.base_model
+    model = Model(path.model_id, copy.session_id, copy.tenant, base_model, checkpoint.lora, user_metadata=None)
+    connection.execute(insert(models), model_values(model, copy.model_seq_id, "closed", sampler_version=1))
+    put(connection, checkpoint, copy.copy_key)
+    usage.count_checkpoint(connection, copy.tenant, copy.session_id, path.model_id, base_model)
+
+
+def made_by(connection: Connection, copy_key: str, tenant: str | None = None) -> TinkerPath | None:
+    """The checkpoint that was made under this key, if it still exists. `tenant`: and is this tenant's."""
+    query = select(checkpoints).where(checkpoints.c.copy_key == copy_key)
+    row = connection.execute(query if tenant is None else query.where(checkpoints.c.tenant == tenant)).first()
     return None if row is None else checkpoint_of(row).path

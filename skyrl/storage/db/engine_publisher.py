@@ -64,7 +64,9 @@ class EngineStatePublisher:
         logger.info("inference endpoint: %s", url)
         self._api.ring([STATE])
 
-    def training(self, *, ready: bool, reason: str, limits: ContextLimits = _UNKNOWN) -> None:
+    def training(
+        self, *, ready: bool, reason: str, limits: ContextLimits = _UNKNOWN, layers: str | None = None
+    ) -> None:
         self._write(
             lambda c: engine_state.publish_training(
                 c,
@@ -72,6 +74,7 @@ class EngineStatePublisher:
                 reason=reason,
                 vocab_size=limits.vocab_size,
                 max_context=limits.max_context,
+                layers=layers,
                 key=self._key,
             )
         )

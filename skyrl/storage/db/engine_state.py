@@ -45,9 +45,24 @@ ONLY_SAMPLED = "this base model is only sampled from"
 
 def read_state(connection: Connection, keys: Sequence[str] = (ONLY,)) -> EngineState:
     """The state under the first of `keys` that has a row. If none has, the state of an engine that has not started."""
-    rows = {row.base_model: row for row in connection.execute(select(state).where(state.c.base_model.in_(keys)))}
-    row = next((rows[key] for key in keys if key in rows), None)
+    row = _first(connection, keys, _READ)
     return EngineState() if row is None else record_of(EngineState, row)
+
+
+def read_layers(connection: Connection, keys: Sequence[str] = (ONLY,)) -> str | None:
+    """The layers that adapters can train, as `adapter_files.encode_targets` writes them; None while no engine has told
+    them. Apart from the rest of the row, which is read every few seconds: for large models they are 100 kB."""
+    row = _first(connection, keys, (state.c.base_model, state.c.layers))
+    return None if row is None else row.layers
+
+
+_READ = tuple(column for column in state.c if column.name != "layers")
+
+
+def _first(connection: Connection, keys: Sequence[str], columns: Sequence[Any]) -> Any:
+    found = connection.execute(select(*columns).where(state.c.base_model.in_(keys)))
+    rows = {row.base_model: row for row in found}
+    return next((rows[key] for key in keys if key in rows), None)
 
 
 def _put(connection: Connection, key: str, **values: Any) -> None:
@@ -71,12 +86,16 @@ def publish_training(
     reason: str,
     vocab_size: int | None = None,
     max_context: int | None = None,
+    layers: str | None = None,
     key: str = ONLY,
 ) -> None:
-    """Store whether the engine can train, the reason if it cannot, and the base model's limits if they are known."""
+    """Store whether the engine can train, the reason if it cannot, and the base model's limits and layers if they are
+    known."""
     values: dict[str, Any] = {"training_ready": ready, "reason": reason, "heartbeat_at": time.time()}
     if vocab_size is not None:
         values |= {"vocab_size": vocab_size, "max_context": max_context}
+    if layers is not None:
+        values["layers"] = layers
     _put(connection, key, **values)
 
 

@@ -22,6 +22,7 @@ from sqlmodel import Field, SQLModel
 
 from skyrl.base.types.weights import WeightsRef
 from skyrl.storage.db.columns import ROW_NUMBER, WeightsText
+from skyrl.storage.db.upload_table import UploadRow as UploadRow
 
 _ACTIVE, _OPEN_ADAPTER = text("status = 'active'"), text("status = 'active' AND weights <> 'base'")
 _CLOSED = text("closed_at IS NOT NULL")
@@ -418,7 +419,8 @@ class EngineStateRow(SQLModel, table=True):
     `base_model` is the row's key, empty for the only base model of a server.
 
     `state_dir` is the state directory of the server. Gateways give their inference server the paths of adapters in it.
-    `activity` is what the engine does, as `skyrl.base.types.activity` encodes it."""
+    `activity` is what the engine does, as `skyrl.base.types.activity` encodes it. `layers` are those that adapters can
+    train, as `skyrl.base.adapter_files` encodes them."""
 
     __tablename__ = "engine_state"  # pyright: ignore[reportAssignmentType]
     base_model: str = Field(primary_key=True)
@@ -432,6 +434,7 @@ class EngineStateRow(SQLModel, table=True):
     updated_at: float = 0.0
     state_dir: str | None = None
     activity: str | None = Field(default=None, sa_column=Column(Text))
+    layers: str | None = Field(default=None, sa_column=Column(Text))
 
 
 class TrainingClaimRow(SQLModel, table=True):

@@ -1,21 +1,19 @@
 """One adapter: its float32 weights, gradient accumulator and moments, each in one flat buffer with named views.
 
 `random_adapter` makes adapters that compare the trainer with the sampler: weights on layers of some kinds, zero on all
-others. A kind of layer is a module's name without the numbers of layers: `self_attn.q_proj`, `mlp.experts.down_proj`,
-`lm_head`. Of the base model it knows only the names and sizes of modules. Knows nothing of batches.
+others. Of the base model it knows only the names and sizes of modules. Knows nothing of batches.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from skyrl.base.adapter_files import Target, kind_of
 from skyrl.base.model_files import TRAIN_MLP_REFUSED, TrainMlpOfMixtures
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.lora.rank_pattern import ranks_of, without_layer
@@ -68,21 +66,10 @@ VALUE_HEAD = "value_head"
 No layer of the base model is below it."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """A linear layer that adapters may train: its module name in the base model and its sizes. With `experts`, so many
-    layers of these sizes, one for each expert: `<module of the experts>.<projection>`."""
-
-    name: str
-    in_features: int
-    out_features: int
-    experts: int | None = None
-
-    @property
-    def matrices(self) -> tuple[str, str]:
-        """The names of the pair that is trained."""
-        parts = ("weight", "bias") if self.name == VALUE_HEAD else ("lora_A", "lora_B")
-        return f"{self.name}.{parts[0]}", f"{self.name}.{parts[1]}"
+def matrices_of(target: Target) -> tuple[str, str]:
+    """The names of the pair that is trained."""
+    parts = ("weight", "bias") if target.name == VALUE_HEAD else ("lora_A", "lora_B")
+    return f"{target.name}.{parts[0]}", f"{target.name}.{parts[1]}"
 
 
 def with_value_head(targets: Sequence[Target], hidden: int) -> tuple[Target, ...]:
@@ -100,7 +87,7 @@ def whole_shapes(spec: LoraSpec, targets: Sequence[Target]) -> dict[str, tuple[i
     shapes: dict[str, tuple[int, ...]] = {}
     for target, rank in zip(targets, _ranks(spec, targets), strict=True):
         first = () if target.experts is None else (target.experts,)
-        name_a, name_b = target.matrices
+        name_a, name_b = matrices_of(target)
         if target.name == VALUE_HEAD:
             shapes[name_a], shapes[name_b] = (1, target.in_features), (1,)
         else:
@@ -186,10 +173,10 @@ class Adapter(Buffers):
         views = self.views(flat)
         if self.has_value_head:
             exact = self.views(self.weights.detach())
-            views |= {name: exact[name] for t in self.targets if t.name == VALUE_HEAD for name in t.matrices}
+            views |= {name: exact[name] for t in self.targets if t.name == VALUE_HEAD for name in matrices_of(t)}
         if requires_grad:
             views = {name: view.detach().requires_grad_() for name, view in views.items()}
-        return {t.name: (views[t.matrices[0]], views[t.matrices[1]]) for t in self.targets}
+        return {t.name: (views[matrices_of(t)[0]], views[matrices_of(t)[1]]) for t in self.targets}
 
     @property
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -203,19 +190,8 @@ class Adapter(Buffers):
         self.weights, self.exp_avg, self.exp_avg_sq, self.gradient, self.step = weights, *others, step
 
 
-_BEFORE_LAYER = re.compile(r"^.*\blayers\.\d+\.")
 _SEED_OF_B = 1
 """Added to the seed of lora_A, so that lora_B is not drawn from the same numbers."""
-
-
-def kind_of(target: str) -> str:
-    """The kind of a layer, by its module name."""
-    return _BEFORE_LAYER.sub("", target)
-
-
-def kinds_of(targets: Iterable[Target]) -> list[str]:
-    """The kinds of these layers, each once, in the order in which they first come."""
-    return list(dict.fromkeys(kind_of(target.name) for target in targets))
 
 
 def random_adapter(

@@ -1,14 +1,8 @@
 """Adapters on disk: a PEFT adapter that samplers and other programs load, and the optimizer state next to it.
 
 Writes only safetensors and JSON, which hold no code. The caller makes the directory and moves it to its place.
-
-On experts, PEFT's files have one pair of matrices for each expert, or one for all experts of a layer. Where a release
-has gate and up in one tensor of all experts, PEFT trains that tensor itself (`target_parameters`), and vLLM reads what
-PEFT writes: for the experts `<experts>`, the pair of `gate_up_proj` as `<experts>.base_layer`, and the pair of
-`down_proj` as `<experts>`, because one wraps the other. lora_A is [experts * rank, inputs] with the expert first,
-lora_B [outputs, rank * experts] with the rank first. Elsewhere a pair is `<experts>.<number>.<projection>`.
-
-A value head has a file of its own beside the optimizer's: neither PEFT nor vLLM knows one.
+`skyrl.base.adapter_files` has the names and shapes of the tensors, and the check of files from elsewhere. A value head
+has a file of its own beside the optimizer's: neither PEFT nor vLLM knows one.
 """
 
 from __future__ import annotations
@@ -24,21 +18,30 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from skyrl.base.adapter_files import (
+    FUSED_NAMES,
+    PEFT_JSON,
+    PEFT_PREFIX,
+    PEFT_SUFFIX,
+    PEFT_TENSORS,
+    TRAIN_FLAGS,
+    DoesNotFit,
+    Target,
+    check_adapter,
+    fused_experts,
+)
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer.lora.adapter import VALUE_HEAD, Adapter, Target, with_value_head
+from skyrl.trainer.lora.adapter import VALUE_HEAD, Adapter, with_value_head
 from skyrl.trainer.lora.rank_pattern import ranks_of, written_pattern
 from skyrl.trainer.protocol import InvalidRequest
 
 FORMAT = 2
 STATE_JSON, OPTIMIZER_TENSORS = "state.json", "optimizer.safetensors"
-PEFT_JSON, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 FORMAT_1_TENSORS = "state.safetensors"
 """Weights and optimizer in one file, as `weights.<module>.lora_A`: still read, no longer written."""
 OPTIMIZER_PARTS = ("exp_avg", "exp_avg_sq", "gradient")
 VALUE_HEAD_TENSORS = "value_head.safetensors"
 """`value_head.weight` [1, hidden] and `value_head.bias` [1], float32."""
-_TRAIN_FLAGS = ("train_attn", "train_mlp", "train_unembed")
-_PEFT_PREFIX, _PEFT_SUFFIX = "base_model.model.", ".weight"
 _LANGUAGE_MODEL = "language_model."
 """In the names of all layers of a model that sees, but for an output layer beside it."""
 _OF_TOWERS = r"(?!.*(language_model|lm_head)).*"
@@ -79,14 +82,16 @@ def load_state(adapter: Adapter, directory: Path, trainable: Sequence[Target], *
     step count and pending gradient. Without `optimizer`, one with a value head may begin with an adapter that has none:
     its head is zero.
 
-    It trains the layers that it was saved with. Under equal train flags these may be others than those of `adapter`: in
-    a mixture of experts the server's setting decides. `trainable`: the layers that adapters of this base model can
-    train.
+    Files without a training state are an adapter from elsewhere, or an export: they must fit exactly. Any other adapter
+    trains the layers that it was saved with. Under equal train flags these may be others than those of `adapter`: in a
+    mixture of experts the server's setting decides. `trainable`: the layers that adapters of this base model can train.
 
     Raises InvalidRequest when the saved adapter has other ranks or another alpha, other train flags, layers that are
     not trainable, or a value head that one of both has and the other has not; OSError, ValueError or SafetensorError
     when files are missing or damaged.
     """
+    if not optimizer and not (directory / STATE_JSON).exists() and (directory / PEFT_JSON).exists():
+        return _from_elsewhere(adapter, directory)
     description: dict[str, Any] = json.loads((directory / STATE_JSON).read_text())
     if "lora" not in description:
         raise InvalidRequest("path: the checkpoint holds a whole model, and this model is a LoRA adapter")
@@ -109,15 +114,10 @@ def load_state(adapter: Adapter, directory: Path, trainable: Sequence[Target], *
         weights = _part(stored, "weights")
         parts = [part for part in OPTIMIZER_PARTS if _part(stored, part)]
     else:
-        peft = load_file(directory / PEFT_TENSORS)
-        named = {name.removeprefix(_PEFT_PREFIX).removesuffix(_PEFT_SUFFIX): t for name, t in peft.items()}
-        weights = _with_joined_experts(adapter, named)
+        weights = _weights_in(adapter, directory)
         parts = description["parts"]
         stored = load_file(directory / OPTIMIZER_TENSORS) if optimizer and parts else {}
-    if has_head:
-        weights |= load_file(directory / VALUE_HEAD_TENSORS)
-    elif adapter.has_value_head:
-        weights |= {name: torch.zeros(shape) for name, shape in adapter.shapes.items() if is_of_head(name)}
+    weights |= load_file(directory / VALUE_HEAD_TENSORS) if has_head else _new_head(adapter)
     packed = adapter.pack(weights)
     loaded = {part: adapter.pack(_part(stored, part)) for part in parts} if optimizer else {}
     step = int(description["step"]) if optimizer else 0
@@ -137,11 +137,35 @@ def _check_value_head(adapter: Adapter, saved: bool, *, optimizer: bool) -> None
         )
 
 
+def _from_elsewhere(adapter: Adapter, directory: Path) -> Adapter:
+    try:
+        described = check_adapter(directory, _without_head(adapter.targets), adapter.spec.rank)
+    except DoesNotFit as error:
+        raise InvalidRequest(f"path: {error}") from error
+    if described.alpha != adapter.spec.alpha:
+        raise InvalidRequest(f"path: the adapter has alpha {described.alpha}, this model has {adapter.spec.alpha}")
+    loaded = Adapter(adapter.spec, adapter.targets, adapter.device, drawn=False)
+    loaded.replace([loaded.pack(_weights_in(loaded, directory) | _new_head(loaded)), None, None, None], 0)
+    return loaded
+
+
+def _new_head(adapter: Adapter) -> dict[str, Tensor]:
+    """The matrices of a value head at first, if the adapter has one."""
+    return {name: torch.zeros(shape) for name, shape in adapter.shapes.items() if is_of_head(name)}
+
+
+def _weights_in(adapter: Adapter, directory: Path) -> dict[str, Tensor]:
+    """The matrices of an adapter's file, by their names in the adapter."""
+    stored = load_file(directory / PEFT_TENSORS)
+    named = {name.removeprefix(PEFT_PREFIX).removesuffix(PEFT_SUFFIX): each for name, each in stored.items()}
+    return _with_joined_experts(adapter, named)
+
+
 def _saved_layers(adapter: Adapter, description: dict[str, Any], trainable: Sequence[Target]) -> Sequence[Target]:
     saved = description["targets"]
     if saved == _names(adapter):
-        return [target for target in adapter.targets if target.name != VALUE_HEAD]
-    if any(description["lora"][flag] != getattr(adapter.spec, flag) for flag in _TRAIN_FLAGS):
+        return _without_head(adapter.targets)
+    if any(description["lora"][flag] != getattr(adapter.spec, flag) for flag in TRAIN_FLAGS):
         differing = sorted(set(saved) ^ set(_names(adapter)))
         raise InvalidRequest(
             "lora_config: the saved adapter trains other layers (train_attn, train_mlp or train_unembed "
@@ -175,7 +199,7 @@ def save_adapter(adapter: Adapter, base_model: str, directory: Path, dtype: torc
     `dtype`. Of experts, as the module says. Without a value head."""
     fused = fused_experts(adapter.targets)
     tensors = {
-        f"{_PEFT_PREFIX}{of_file}{_PEFT_SUFFIX}": matrix.detach().to("cpu", dtype).contiguous()
+        f"{PEFT_PREFIX}{of_file}{PEFT_SUFFIX}": matrix.detach().to("cpu", dtype).contiguous()
         for name, view in adapter.views(adapter.weights).items()
         if not is_of_head(name)
         for of_file, matrix in ({name: view} if view.ndim == 2 else split(name, view, fused)).items()
@@ -249,17 +273,11 @@ def is_of_head(name: str) -> bool:
 
 def _names(adapter: Adapter) -> list[str]:
     """Of the layers of the base model that the adapter changes."""
-    return [target.name for target in adapter.targets if target.name != VALUE_HEAD]
+    return [target.name for target in _without_head(adapter.targets)]
 
 
-FUSED = "gate_up_proj"
-_FUSED_NAMES = {FUSED: ".base_layer", "down_proj": ""}
-
-
-def fused_experts(targets: Sequence[Target]) -> frozenset[str]:
-    """The modules of experts, by name, whose adapter has one pair for gate and up."""
-    found = (target.name.rpartition(".") for target in targets if target.experts is not None)
-    return frozenset(module for module, _, leaf in found if leaf == FUSED)
+def _without_head(targets: Sequence[Target]) -> list[Target]:
+    return [target for target in targets if target.name != VALUE_HEAD]
 
 
 def split(name: str, matrices: Tensor, fused: frozenset[str]) -> dict[str, Tensor]:
@@ -269,7 +287,7 @@ def split(name: str, matrices: Tensor, fused: frozenset[str]) -> dict[str, Tenso
     if experts not in fused:
         return {f"{experts}.{number}.{projection}.{which}": matrix for number, matrix in enumerate(matrices)}
     joined = matrices.flatten(0, 1) if which == "lora_A" else matrices.permute(1, 2, 0).flatten(1)
-    return {f"{experts}{_FUSED_NAMES[projection]}.{which}": joined}
+    return {f"{experts}{FUSED_NAMES[projection]}.{which}": joined}
 
 
 def join(name: str, shape: tuple[int, ...], stored: dict[str, Tensor], fused: frozenset[str]) -> Tensor | None:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from skyrl.base.adapter_files import Target
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.device import HOST, command_on
@@ -169,8 +170,8 @@ class FullBackend(BackendOverRanks):
         self._call("create", model_id)
         self._trained = model_id
 
-    def kinds_of_layers(self, spec: LoraSpec) -> list[str]:
-        return []
+    def layers_of(self, spec: LoraSpec) -> tuple[Target, ...]:
+        return ()
 
     def create_probe(self, model_id: str, spec: LoraSpec, kinds: Collection[str] = (), size: float = 0.0) -> None:
         """As `Backend.create_probe`."""

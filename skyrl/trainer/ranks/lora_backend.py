@@ -31,15 +31,7 @@ from skyrl.trainer.custom_loss.loss import loss_of, with_custom
 from skyrl.trainer.device import HOST, command_on, failure_of
 from skyrl.trainer.experts.routing import with_frozen_experts
 from skyrl.trainer.lora import files
-from skyrl.trainer.lora.adapter import (
-    Adapter,
-    Target,
-    check_pattern,
-    check_spec,
-    kinds_of,
-    random_adapter,
-    with_value_head,
-)
+from skyrl.trainer.lora.adapter import Adapter, Target, check_pattern, check_spec, random_adapter, with_value_head
 from skyrl.trainer.losses import Loss, served_losses
 from skyrl.trainer.model.packed_model import trained_targets
 from skyrl.trainer.model.row_budget import BudgetSettings
@@ -356,8 +348,8 @@ class LoraBackend(BackendOverRanks):
         targets = tuple(trained_targets(self._targets, spec, mlp=mlp))
         return with_value_head(targets, self._hidden) if spec.value_head else targets
 
-    def kinds_of_layers(self, spec: LoraSpec) -> list[str]:
-        return kinds_of(self._targets_of(spec))
+    def layers_of(self, spec: LoraSpec) -> tuple[Target, ...]:
+        return self._targets_of(spec)
 
     def create_probe(self, model_id: str, spec: LoraSpec, kinds: Collection[str] = (), size: float = 0.0) -> None:
         """As `Backend.create_probe`."""

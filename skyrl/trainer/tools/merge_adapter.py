@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging
 
+from skyrl.base.adapter_files import PEFT_JSON, PEFT_TENSORS
 from skyrl.base.config.server import ConfigError
 from skyrl.base.model_files import json_of
 from skyrl.trainer.files.config import read_config
@@ -42,7 +43,6 @@ from skyrl.trainer.files.tensor_files import (
     sharded_files,
     weight_files,
 )
-from skyrl.trainer.lora.files import PEFT_JSON, PEFT_TENSORS
 from skyrl.trainer.lora.rank_pattern import ranks_of
 from skyrl.trainer.model.loading import check_weights, class_of, detach_vision, model_class
 from skyrl.trainer.model.packed_model import UNEMBED

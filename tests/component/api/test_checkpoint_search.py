@@ -31,7 +31,7 @@ async def test_a_search_finds_what_the_caller_may_read_and_asks_for(world: World
 
     own = ["external_weights/c", "sampler_weights/b", "weights/a"]
     owner_is_other = {"type": "user", "owner_urns": [user_urn(tenant_of_key(OTHER)), "tml:org:1"]}
-    for query, expected in (
+    queries: list[tuple[dict[str, Any], list[str]]] = [
         ({}, own),
         ({"owner": {"type": "own"}}, own),
         ({"checkpoint_type": "sampler"}, ["sampler_weights/b"]),
@@ -48,7 +48,8 @@ async def test_a_search_finds_what_the_caller_may_read_and_asks_for(world: World
         ({"owner": {"type": "accessible"}, "project_ids": ["p"]}, own),
         ({"owner": owner_is_other}, ["weights/d"]),
         ({"owner": {"type": "user", "owner_urns": ["tml:org:1"]}}, []),
-    ):
+    ]
+    for query, expected in queries:
         assert await names(world, **query) == expected, query
     first = (await search(world))["checkpoints"][0]
     assert (first["base_model"], first["checkpoint_type"]) == ("tiny", "external")

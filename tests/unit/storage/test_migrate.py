@@ -115,7 +115,7 @@ def test_a_database_from_before_version_0_2_is_refused_and_not_changed(database:
 @ON_BOTH
 def test_a_second_migration_changes_nothing(database: Database) -> None:
     migrate(database)
-    row = "INSERT INTO engine_state VALUES ('', 'u', 3, false, '', 1, 1, 0, 0, NULL, NULL)"
+    row = "INSERT INTO engine_state VALUES ('', 'u', 3, false, '', 1, 1, 0, 0, NULL, NULL, NULL)"
     database.write(lambda c: c.execute(text(row)))
     migrate(database)
     assert database.read(lambda c: c.execute(text("SELECT generation FROM engine_state")).scalar()) == 3

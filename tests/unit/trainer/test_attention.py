@@ -218,7 +218,8 @@ def test_keys_in_parts_have_relative_biases(
     running, found = SoftmaxSum.begin(query, VALUE_DIM, None), relative.zeros()
     with torch.no_grad():
         for part in parts:
-            attend_to(running, query, key[:, part], value[:, part], FIRST_QUERY - part.start, scoring, relative=relative)
+            keys = key[:, part], value[:, part]
+            attend_to(running, query, *keys, FIRST_QUERY - part.start, scoring, relative=relative)
         torch.testing.assert_close(running.output, expected, rtol=1e-5, atol=1e-5)
         delta = (of_output * running.output).sum(-1)
         attended = Attended(query, running.sums, of_output, delta, relative, found)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch_lora_support import VOCAB, base_path, make_backend, ok, sft, spec
 
+from skyrl.base.adapter_files import kinds_of
 from skyrl.base.config.loading import load_config
 from skyrl.engine.trainer_probes import TrainerProbes, median_size, probe_tokens
 from skyrl.storage.checkpoint_store.registry import open_store
@@ -36,16 +37,16 @@ def logprobs(backend: Backend, model_id: str) -> np.ndarray:
 
 
 def test_experts_are_another_kind_than_the_mlp_of_a_dense_layer(mixture: Backend) -> None:
-    kinds = mixture.kinds_of_layers(spec())
+    kinds = kinds_of(mixture.layers_of(spec()))
     assert sorted(kinds) == sorted([*ATTENTION, *MLP, *EXPERTS, "lm_head"])
-    assert mixture.kinds_of_layers(spec(train_attn=False, train_mlp=False)) == ["lm_head"]
+    assert kinds_of(mixture.layers_of(spec(train_attn=False, train_mlp=False))) == ["lm_head"]
 
 
 def test_a_probe_differs_from_the_base_model_on_its_kinds_alone(mixture: Backend, tmp_path: Path) -> None:
     mixture.create_model("m", spec(2))
     mixture.create_probe("none", spec(2))
     assert np.array_equal(logprobs(mixture, "none"), logprobs(mixture, "m"))
-    for number, kind in enumerate(mixture.kinds_of_layers(spec(2))):
+    for number, kind in enumerate(kinds_of(mixture.layers_of(spec(2)))):
         name, directory = f"probe-{number}", tmp_path / str(number)
         mixture.create_probe(name, spec(2), [kind], 0.05)
         directory.mkdir()
