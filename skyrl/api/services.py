@@ -35,6 +35,7 @@ from skyrl.inference.features import InferenceFeatures
 from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.runtime.tracing import open_spans
+from skyrl.sampling.adapter_probe import AdapterProbe
 from skyrl.sampling.base_model import BaseModels, BaseModelSampling, ForwardedSamples
 from skyrl.sampling.client import ForwardingClient
 from skyrl.sampling.gate import Admission, FairOrder, SamplingGate
@@ -206,6 +207,7 @@ class Services:
                 shares_keys=config.routed or config.modes.shares_inference,
                 metrics=metrics.adapters,
                 pictures=self.picture_files,
+                probe=_probe(config, transport, runtime.inference_api_key),
             )
         sight, guard = vision_of(config), FeatureGuard(features)
         gate = SamplingGate(
@@ -293,6 +295,13 @@ def _adapter_places(config: ServerConfig) -> int | None:
     if config.full_finetuning or not config.modes.manages_inference:
         return None
     return backend.lora.max_loras * backend.inference.num_engines
+
+
+def _probe(config: ServerConfig, transport: HttpClient, api_key: str | None) -> AdapterProbe | None:
+    """For an inference server that skyrl does not run, and that may ignore adapters without a word."""
+    if config.external_inference_url is None:
+        return None
+    return AdapterProbe(transport, api_key, config.served_names[0], config.state_dir / "scratch")
 
 
 def _replicas(runtime: Runtime, watch: EngineWatch) -> Collection[str]:

@@ -30,6 +30,7 @@ from skyrl.inference.adapter_host import AdapterHost, AdapterUnavailable
 from skyrl.inference.metrics import AdapterMetrics
 from skyrl.runtime.tracing import OpenSpan, current_trace
 from skyrl.sampling import completion
+from skyrl.sampling.adapter_probe import AdapterProbe
 from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.exchanges import AnswerReader, Exchange, PictureExchange, PictureSends, SampleExchange
 from skyrl.sampling.job import SampleJob
@@ -133,7 +134,8 @@ class ForwardingClient:
     serves. There an answer that began with other weights is given to nobody: the sample fails if its weights were
     replaced, and is sent again if the inference server does not have them yet.
 
-    `pictures` has the files of jobs with pictures; None if there are no such jobs.
+    `pictures` has the files of jobs with pictures; None if there are no such jobs. `probe`: None for servers that skyrl
+    runs.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class ForwardingClient:
         shares_keys: bool = False,
         metrics: AdapterMetrics | None = None,
         pictures: PictureFiles | None = None,
+        probe: AdapterProbe | None = None,
     ) -> None:
         self._transport = transport
         self._endpoint = endpoint
@@ -160,7 +163,7 @@ class ForwardingClient:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self.counts: Counter[str] = Counter()
-        self._loads = AdapterLoads(transport, host, self._headers, self.counts, metrics)
+        self._loads = AdapterLoads(transport, host, self._headers, self.counts, metrics, probe)
         self._versions = StaleWeightsRetry(current_weights, self.counts)
         self._context = ServedContext(transport, self._headers)
         self._waits = Waits(transport, self._headers, replicas, deadline_s)

@@ -31,6 +31,7 @@ from skyrl.http.connection import Interrupted, NotAccepted
 from skyrl.inference import vllm_client
 from skyrl.inference.adapter_host import AdapterHost, AdapterMissing, AdapterUnavailable
 from skyrl.inference.metrics import AdapterMetrics, Load
+from skyrl.sampling.adapter_probe import AdapterProbe
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob
 from skyrl.storage.db import full_weights
 from skyrl.storage.db.database import Database
@@ -361,8 +362,11 @@ class AdapterLoads:
         headers: Mapping[str, str],
         counts: Counter[str],
         metrics: AdapterMetrics | None = None,
+        probe: AdapterProbe | None = None,
     ) -> None:
+        """`probe`: finds out whether servers use adapters at all; None for servers that skyrl runs."""
         self._transport = transport
+        self._probe = probe
         self._host = host
         self._headers = headers
         self._counts = counts
@@ -397,6 +401,11 @@ class AdapterLoads:
         except AdapterUnavailable as error:
             logger.warning("%s; samples from it wait (%s)", error, error.reason)
             raise
+        if self._probe is not None and await self._probe.ignored(endpoint.url, directory):
+            raise server_failure(
+                f"the inference server takes adapters such as {adapter.name}, and samples the base model with them: "
+                "its layers have other names than the trainer's. Run it with skyrl's plugin, or serve the same files"
+            )
         body = msgspec.json.encode(vllm_client.load_request(adapter.name, directory))
         try:
             answer = await self._transport.post(endpoint.url + vllm_client.PATH, body, self._headers, LOAD_TIMEOUT_S)
