@@ -1,6 +1,6 @@
 """`skyrl model`, `skyrl adapter` and `skyrl quantize`: write directories of models and adapters.
 
-`model` makes models from other formats. `adapter` takes a downloaded adapter to programs without skyrl. `quantize`
+`model` makes models from other formats. `adapter` takes an adapter to programs without skyrl. `quantize`
 writes a model in 4 or 8 bits, as a release that trainer and vLLM both load. The work is a process of its own: commands
 import no trainer.
 """
@@ -16,7 +16,9 @@ from typing import Annotated
 import typer
 
 from skyrl.cli.db import refusal
+from skyrl.cli.downloads import adapter_directory
 
+LOCAL = "http://127.0.0.1:8000"
 model_app = typer.Typer(help="Make directories of models.", no_args_is_help=True)
 
 
@@ -45,10 +47,19 @@ def from_gguf(
 
 
 adapter_app = typer.Typer(
-    help="Merge a downloaded adapter into its base model, or leave its lm_head out.", no_args_is_help=True
+    help="Merge an adapter or checkpoint into its base model, or leave its lm_head out.", no_args_is_help=True
 )
 
-Adapter = Annotated[Path, typer.Argument(help="Directory with adapter_config.json and adapter_model.safetensors.")]
+Adapter = Annotated[
+    str,
+    typer.Argument(
+        help="Directory with adapter_config.json and adapter_model.safetensors, or a checkpoint's tinker:// path: then "
+        "the server sends the files, and the key comes from TINKER_API_KEY."
+    ),
+]
+Url = Annotated[
+    str, typer.Option(envvar="TINKER_BASE_URL", help="The base URL of the server that has a tinker:// path.")
+]
 Out = Annotated[Path, typer.Argument(help="Directory for the result: new or empty.")]
 
 
@@ -61,20 +72,23 @@ def merge(
         Dtype | None,
         typer.Option(help="Of the weights. Default: the base model's, in which small updates are rounded away."),
     ] = None,
+    url: Url = LOCAL,
 ) -> None:
     """Write the base model with the adapter's updates, as a model that transformers and vLLM load alone.
 
     An output layer that the base model ties to its embeddings becomes a tensor of its own."""
     path = _path_of("adapter merge", model)
-    _run("merge_adapter", "merge", path, str(adapter), str(out), *([] if dtype is None else [dtype.value]))
+    with adapter_directory("adapter merge", adapter, url) as directory:
+        _run("merge_adapter", "merge", path, str(directory), str(out), *([] if dtype is None else [dtype.value]))
 
 
 @adapter_app.command()
-def without_lm_head(adapter: Adapter, out: Out) -> None:
+def without_lm_head(adapter: Adapter, out: Out, url: Url = LOCAL) -> None:
     """Write the adapter without its update of lm_head, and say what is left out.
 
     For programs that take no adapter on lm_head, such as vLLM without skyrl's plugin with Qwen2.5."""
-    _run("merge_adapter", "without-lm-head", str(adapter), str(out))
+    with adapter_directory("adapter without-lm-head", adapter, url) as directory:
+        _run("merge_adapter", "without-lm-head", str(directory), str(out))
 
 
 class Bits(StrEnum):

@@ -6,7 +6,6 @@ Exit code: 0 if the server is ready, 1 if it is not, 2 if it cannot be reached o
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
@@ -14,6 +13,7 @@ from urllib.parse import quote
 import typer
 
 from skyrl.cli.db import refusal
+from skyrl.cli.downloads import api_key
 
 if TYPE_CHECKING:  # importing httpx takes longer than `skyrl --help` may
     import httpx
@@ -39,11 +39,7 @@ def status(
     """Show your runs, what they wait for, and whether the server is ready. The API key comes from TINKER_API_KEY."""
     import httpx
 
-    key = os.environ.get("TINKER_API_KEY", "")
-    if not key:
-        raise refusal("status", "TINKER_API_KEY is not set: set it to the key that your training script uses")
-    if not (key.isascii() and key.isprintable()):
-        raise refusal("status", "TINKER_API_KEY holds characters that no key has")
+    key = api_key("status")
     if watch and as_json:
         raise refusal("status", "--json prints one answer; leave out --watch")
     try:
