@@ -44,7 +44,9 @@ ignored adapter by what two runs differ."""
 TIMEOUT_S = 60.0
 MAX_KNOWN = 1_000
 FORGET_S = 60.0
-"""How long a server that has ignored an adapter is not asked again."""
+"""How long a server that has ignored an adapter, or has not answered, is not asked again."""
+TRUSTED_S = 3600.0
+"""How long one that uses adapters is not asked again: another server may have taken its address."""
 
 
 class _Outcome(NamedTuple):
@@ -85,7 +87,8 @@ class AdapterProbe:
         return known.ignored
 
     async def _compare(self, url: str, directory: Path) -> _Outcome | None:
-        """None where nothing can be said."""
+        """None for an adapter that changes nothing: the next one with these layers may."""
+        asked_again = time.monotonic() + FORGET_S
         probe = self._scratch / f".tmp-{secrets.token_hex(8)}"
         name = f"skyrl-probe-{secrets.token_hex(8)}"
         try:
@@ -94,15 +97,15 @@ class AdapterProbe:
             change = await self._change(url, name, probe)
         except (OSError, DoesNotFit, NotAccepted, Interrupted, msgspec.DecodeError, LookupError, TypeError) as error:
             logger.warning("whether %s uses adapters could not be found out: %s: %s", url, type(error).__name__, error)
-            return None
+            return _Outcome(ignored=False, until=asked_again)
         finally:
             await asyncio.to_thread(shutil.rmtree, probe, ignore_errors=True)
         if change is None:
-            return None
+            return _Outcome(ignored=False, until=asked_again)
         if change >= LEAST_CHANGE:
             logger.info("%s uses adapters with these layers: logprobs change by %.2g nats", url, change)
-            return _Outcome(ignored=False, until=math.inf)
-        return _Outcome(ignored=True, until=time.monotonic() + FORGET_S)
+            return _Outcome(ignored=False, until=time.monotonic() + TRUSTED_S)
+        return _Outcome(ignored=True, until=asked_again)
 
     async def _change(self, url: str, name: str, probe: Path) -> float | None:
         """How far the probe moves the server's logprobs, in nats; None if the server does not say."""

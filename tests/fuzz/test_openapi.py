@@ -49,6 +49,7 @@ def test_exactly_the_routes_marked_with_security_need_a_key(target: Target) -> N
         "run_id": "m",
         "agent_session": "s",
         "agent_turn": "t",
+        "upload_id": "u",
     }
     for (method, path), operation in operations(target).items():
         answer = target.http.request(method, path.format(**names), headers={"X-API-Key": ""})

@@ -8,7 +8,7 @@ from sqlmodel import Field, SQLModel
 
 class UploadRow(SQLModel, table=True):
     """An upload of an adapter that is not finished. Its files are in the checkpoint store under keys that follow from
-    the id, until `expires_at`. Alpha and the parts that are trained become those of the checkpoint."""
+    the id, until `expires_at`. What is trained is as the client has announced it; the files say alpha."""
 
     __tablename__ = "uploads"  # pyright: ignore[reportAssignmentType]
     id: str = Field(primary_key=True)

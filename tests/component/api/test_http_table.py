@@ -35,6 +35,7 @@ NAMES = {
     "run_id": "m",
     "agent_session": "s",
     "agent_turn": "t",
+    "upload_id": "u",
     "kind": "weights",
     "name": "n",
     "save": "0",
@@ -293,7 +294,7 @@ async def test_other_methods_and_path_spellings_are_answered_as_by_fastapi(
 ) -> None:
     for path in paths_of(create_app(api.services), direct=True):
         # The first is the path of a session whose id is "search", the second that of a list.
-        found = {"search": 404, "agent_sessions": 200}.get(path.rpartition("/")[2], 405)
+        found = {"sessions/search": 404, "v1/agent_sessions": 200}.get("/".join(path.rsplit("/", 2)[1:]), 405)
         answer = await app_client.get(path)
         assert answer.status_code == found, path
         assert answer.headers.get("allow") == ("POST" if found == 405 else None), path

@@ -72,6 +72,8 @@ async def test_an_uploaded_adapter_is_sampled_from_and_trained_on(each_world: Wo
     await publish_layers(world)
     files = await exported(world)
     assert set(files) == ADAPTER
+    other_alpha = json.loads(files[CONFIG]) | {"lora_alpha": 8}
+    files[CONFIG] = (json.dumps(other_alpha, indent=2) + "\n").encode()
     started = await start(world, OTHER)
     assert set(started["urls"]) == ADAPTER
     await put(world, started, files)
@@ -166,6 +168,32 @@ async def until_set(event: asyncio.Event) -> AsyncIterator[bytes]:
 async def iter_of(piece: bytes, count: int) -> AsyncIterator[bytes]:
     for _ in range(count):
         yield piece
+
+
+async def test_an_end_between_the_files_and_the_row_leaves_an_upload_that_can_be_finished(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await publish_layers(world)
+    files = await exported(world)
+    started = await start(world)
+    await put(world, started, files)
+
+    async def die(*_: object) -> None:
+        raise OSError("the process is killed here")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world.services.uploads, "finish", die)
+        answer = await world.ask("POST", "external_weights_upload_finish", {"upload_id": started["upload_id"]})
+        assert answer.status_code == 500
+    monkeypatch.setattr(sweeping, "GRACE_S", -3600.0)
+    await world.harness.sweep()
+    stored = sorted(key.key for key in world.harness.checkpoint_store.stored())
+    uploaded = sorted(f"upload-{started['upload_id']}/{name}" for name in ADAPTER)
+    assert [key for key in stored if "external_weights" not in key][-2:] == uploaded
+    assert not [key for key in stored if "/upload-" in key], "files without a row are swept"
+    path = await finish(world, started)
+    (links, _) = (await world.get(f"{rest_path(path)}/external_weights_urls")).values()
+    assert {name: (await world.follow_link(link)).content for name, link in links.items()} == files
 
 
 async def test_files_stay_over_a_restart_and_go_with_their_upload(
