@@ -274,17 +274,25 @@ def segments_attention(
     outputs: list[Tensor] = []
     choices = (None,) * len(grids.calls) if chosen is None else chosen.bits
     for (shape, bundles), of_call, bits in zip(grids.calls, parts, choices, strict=True):
-        given = [part.unflatten(0, (bundles, -1)).transpose(1, 2) for part in of_call]
+        queries, keys, values, *others = (part.unflatten(0, (bundles, -1)).transpose(1, 2) for part in of_call)
         if bits is not None:
-            output = attend_to_chosen(attend, *given, bits, shape, scale=scaling, block_bytes=SCORES_BYTES)
+            given = queries, keys, values, bits, shape
+            output = attend_to_chosen(attend, *given, scale=scaling, block_bytes=SCORES_BYTES)
         else:
             mask = masks.of(shape, mask_dtype)
+            causal = mask is None
             biases: dict[str, Any] = {}
             if relative is not None:
-                of_rows = RelativeBias(given.pop(), relative.profiles)
+                of_rows = RelativeBias(others[0], relative.profiles)
                 biases = {"relative": of_rows, "places": shape.places(query.device)}
             output = attend(
-                *given, mask=mask, causal=mask is None, scale=scaling, softcap=softcap, sinks=sinks, **biases
+                *(queries, keys, values),
+                mask=mask,
+                causal=causal,
+                scale=scaling,
+                softcap=softcap,
+                sinks=sinks,
+                **biases,
             )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     made = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
