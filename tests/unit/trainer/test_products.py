@@ -4,6 +4,7 @@ stacks of adapters, and grouped products of experts. test_random_passes has whol
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.functional import silu
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.experts.product import BaseExperts, ExpertsUpdate, experts_with_updates, gated, of_used_experts
 from skyrl.trainer.lora.adapter import Adapter, Target
-from skyrl.trainer.lora.linear import RowsUpdate, linear_with_updates
+from skyrl.trainer.lora.linear import LoraSegment, RowsUpdate, linear_with_updates
 from skyrl.trainer.lora.stack import AdapterStack
 from skyrl.trainer.ranks.lora_rank import MOST_PADDING, groups_of
 
@@ -172,6 +173,17 @@ def test_no_adapter_becomes_more_than_four_times_as_large() -> None:
 def test_adapters_of_experts_are_updated_alone() -> None:
     of_experts = _of_ranks(8, targets=[Target("experts.down_proj", 16, 16, 4)])
     assert groups_of([*of_experts, *_of_ranks(8), *of_experts]) == [None, 0, None]
+
+
+def test_adapters_of_several_ranks_are_updated_alone_and_each_layer_is_scaled_by_its_own() -> None:
+    first, *_ = TARGETS
+    own, same = (
+        Adapter(LoraSpec(8, 16.0, 0, rank_pattern=((re.escape(first.name), rank),)), TARGETS, CPU) for rank in (2, 8)
+    )
+    assert groups_of([own, *_of_ranks(8), same, own]) == [None, 0, 0, None]
+    segment = LoraSegment.of(0, 4, own, own.leaves(False))
+    updates = [segment.update(target.name) for target in TARGETS]
+    assert [update.scale for update in updates if isinstance(update, RowsUpdate)] == [8.0, *[2.0] * (len(TARGETS) - 1)]
 
 
 TOKENS, PER_ROW, EXPERTS, HIDDEN, SIZE = 256, 4, 8, 64, 32
