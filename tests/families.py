@@ -375,7 +375,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "routed_scaling_factor": 1.5,
-        "tie_word_embeddings": True,
         **_WHOLE,
     },
     "kimi-linear": {

@@ -91,6 +91,8 @@ def check_served(path: str, model: dict[str, Any], *, cuda: bool) -> None:
         for name, value in _GPT_OSS.items():
             if model.get(name, value) != value:
                 raise ConfigError(f"base_model: {path}/config.json has {name} {model[name]}, and vLLM computes {value}")
+    if has_short_convolution(model) and not model.get("tie_embedding", model.get("tie_word_embeddings", True)):
+        raise ConfigError(f"base_model: {path}/config.json does not tie embeddings, and vLLM ties those of LFM2")
     if cuda:
         return
     kind = "inkling_text" if "rel_extent" in model else model.get("model_type")  # which a part of a model may lack

@@ -86,7 +86,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # vLLM reads these settings.
     "lfm2": ("lfm2", {"conv_dim": 128, "block_dim": 128}),
-    "lfm2-moe": ("lfm2-moe", {"conv_dim": 128}),
+    "lfm2-moe": ("lfm2-moe", {"conv_dim": 128, "tie_word_embeddings": True}),
     "minimax-m2": ("minimax-m2", {"scoring_func": "sigmoid", "use_routing_bias": True, "num_mtp_modules": 0}),
     "qwen3-vl-moe": ("qwen3-vl-moe", {"norm_topk_prob": True}),
     "qwen3.5 that sees": ("qwen3.5 that sees", {"rope_parameters": _PARTIAL}),

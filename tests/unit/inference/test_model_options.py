@@ -82,6 +82,10 @@ def test_short_convolutions_have_no_prefix_cache_on_a_cpu_and_blocks_of_attentio
     assert options["enable_prefix_caching"] is False
     assert options["num_gpu_blocks_override"] == 2 * (2 + 3) + 1
     assert _on_cpu(by_number, 256, 2)[0] == options
+    _argv(tmp_path, by_kind)
+    for untied in ("tie_embedding", "tie_word_embeddings"):
+        with pytest.raises(ConfigError, match="base_model: .*does not tie embeddings, and vLLM ties those of LFM2"):
+            _argv(tmp_path, by_kind | {untied: False}, cuda=True)
 
 
 def test_mamba_has_no_prefix_cache_on_a_cpu_and_blocks_of_a_state(tmp_path: Path) -> None:
