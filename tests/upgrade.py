@@ -102,7 +102,10 @@ def copy_tree() -> None:
 
 def pin_newer(asked: Sequence[str]) -> dict[str, str]:
     """Pin the versions in COPY, with whatever else they need. Returns the pins."""
-    asked_versions = dict(each.split("==", 1) if "==" in each else (each, newest(each)) for each in asked)
+    asked_versions: dict[str, str] = {}
+    for each in asked:
+        name, _, number = each.partition("==")
+        asked_versions[name] = number or newest(name)
     overrides = COPY.with_name("overrides.txt")
     overrides.write_text("".join(f"{name}=={number}\n" for name, number in asked_versions.items()))
     upgraded = [option for name in asked_versions for option in ("--upgrade-package", name)]

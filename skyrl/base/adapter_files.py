@@ -17,8 +17,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,11 @@ PEFT_PREFIX, PEFT_SUFFIX = "base_model.model.", ".weight"
 MAX_CONFIG_BYTES = 2**20
 TRAIN_FLAGS = ("train_attn", "train_mlp", "train_unembed")
 """The fields of a LoraSpec that say which layers are trained."""
+
+
+def with_flags(spec: LoraSpec, flags: Collection[str]) -> LoraSpec:
+    """The adapter that trains the layers of these TRAIN_FLAGS alone."""
+    return replace(spec, **{flag: flag in flags for flag in TRAIN_FLAGS})
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 
-from skyrl.base.adapter_files import TRAIN_FLAGS, encode_targets
+from skyrl.base.adapter_files import TRAIN_FLAGS, encode_targets, with_flags
 from skyrl.base.config.server import ConfigError, ServerConfig, vision_of
 from skyrl.base.model_files import model_config
 from skyrl.base.types.context_limits import ContextLimits
@@ -105,8 +105,8 @@ def _colocated_sampler(
 def layers_text(config: ServerConfig, backend: Backend) -> str:
     """The layers that adapters of this server train, as the engine publishes them. Uploads are checked by them."""
     lora = config.backend_config.lora
-    specs = {flag: LoraSpec(1, lora.alpha, 0, *(each == flag for each in TRAIN_FLAGS)) for flag in TRAIN_FLAGS}
-    return encode_targets({flag: backend.layers_of(spec) for flag, spec in specs.items()})
+    spec = LoraSpec(1, lora.alpha, 0)
+    return encode_targets({flag: backend.layers_of(with_flags(spec, [flag])) for flag in TRAIN_FLAGS})
 
 
 def _sampling_limits(runtime: Runtime, limits: ModelLimits) -> ContextLimits:

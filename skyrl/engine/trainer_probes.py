@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from skyrl.base.adapter_files import TRAIN_FLAGS, kinds_of
+from skyrl.base.adapter_files import TRAIN_FLAGS, kinds_of, with_flags
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.pictures.picture import PlacedPicture, digest_of
 from skyrl.base.pictures.vision import VisionConfig
@@ -287,7 +287,7 @@ class TrainerProbes:
 
     def _spec(self, flags: Collection[str]) -> LoraSpec:
         lora = self._config.backend_config.lora
-        return LoraSpec(min(RANK, lora.max_lora_rank), lora.alpha, SEED, *(flag in flags for flag in TRAIN_FLAGS))
+        return with_flags(LoraSpec(min(RANK, lora.max_lora_rank), lora.alpha, SEED), flags)
 
     @contextmanager
     def _model(self, spec: LoraSpec, kinds: Collection[str] = (), of_update: float = 0.0) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from skyrl.base.adapter_files import with_flags
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.local_ranks import rank_of
@@ -22,6 +23,5 @@ def facts_of(backend: LoraBackend) -> dict[str, Any]:
 
 
 def _names(backend: LoraBackend, flag: str) -> list[str]:
-    only = {each: each == flag for each in (*_FLAGS, "train_unembed")}
-    backend.create_model(flag, LoraSpec(rank=1, alpha=1.0, seed=0, **only))
+    backend.create_model(flag, with_flags(LoraSpec(rank=1, alpha=1.0, seed=0), [flag]))
     return list(dict.fromkeys(_PLACE.sub("", target.name) for target in rank_of(backend).adapters[flag].targets))

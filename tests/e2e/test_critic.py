@@ -36,7 +36,7 @@ def scored(trainer: tinker.TrainingClient) -> list[types.Datum]:
     bare = [
         types.Datum(
             model_input=types.ModelInput.from_ints((PROMPT + answer)[:-1]),
-            loss_fn_inputs={"target_tokens": np.asarray((PROMPT + answer)[1:], np.int64)},
+            loss_fn_inputs={"target_tokens": types.TensorData.from_numpy(np.asarray((PROMPT + answer)[1:]))},
         )
         for answer in ANSWERS
     ]
@@ -61,7 +61,7 @@ def test_a_program_trains_policy_and_critic_and_goes_on_from_a_checkpoint(connec
         config = {"value_clip": 0.5, "value_coef": 1.0, "gae_lambda": 1.0}
         sent = [(trainer.forward_backward(data, "ppo", config), trainer.optim_step(STEP)) for _ in range(2)]
         losses += [passed.result().metrics["value_loss:mean"] for passed, _ in sent]
-        assert all(stepped.result().metrics["grad_norm"] > 0 for _, stepped in sent)
+        assert all((stepped.result().metrics or {})["grad_norm"] > 0 for _, stepped in sent)
     assert losses[0] == pytest.approx(0.5), "values begin at 0, and every return is 1 or -1"
     assert losses[-1] < 0.5 * losses[0]
     learned = values_of(trainer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def stored_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def spec(rank: int = 8, seed: int = 0, **flags: bool) -> LoraSpec:
-    return LoraSpec(rank=rank, alpha=32.0, seed=seed, **flags)
+    return replace(LoraSpec(rank=rank, alpha=32.0, seed=seed), **flags)
 
 
 def sft(seed: int, *lengths: int) -> list[Datum]:

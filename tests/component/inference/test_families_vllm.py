@@ -22,6 +22,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.torch import load_file, save_file
 
+from skyrl.base.adapter_files import kinds_of
 from skyrl.base.config.loading import load_config
 from skyrl.base.pictures.vision import NoVision, VisionConfig
 from skyrl.base.tiny import model_path
@@ -112,7 +113,7 @@ def _trained(path: str, directory: Path) -> LoraBackend:
     backend = LoraBackend(load_config({"base_model": path}))
     plain = LoraSpec(rank=8, alpha=32.0, seed=3)
     backend.create_model("base", plain)
-    ranks = zip(map(re.escape, backend.kinds_of_layers(plain)), cycle((2, 5, 16, 3, 9)), strict=False)
+    ranks = zip(map(re.escape, kinds_of(backend.layers_of(plain))), cycle((2, 5, 16, 3, 9)), strict=False)
     specs = {
         "m": plain,
         "ranks": replace(plain, rank_pattern=tuple(ranks)),

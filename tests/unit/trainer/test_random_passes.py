@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,9 +68,8 @@ class Case:
         rng = self._rng
         chosen = int(rng.integers(1, 8))  # not none of the three
         flags = {name: bool(chosen >> bit & 1) for bit, name in enumerate(("train_attn", "train_mlp", "train_unembed"))}
-        return LoraSpec(
-            rank=int(rng.choice(RANKS)), alpha=float(rng.choice([0.5, 16, 64])), seed=int(rng.integers(99)), **flags
-        )
+        rank, alpha, seed = int(rng.choice(RANKS)), float(rng.choice([0.5, 16, 64])), int(rng.integers(99))
+        return replace(LoraSpec(rank, alpha, seed), **flags)
 
     def _pass(self) -> TrainingPass:
         rng = self._rng
