@@ -339,6 +339,12 @@ CASES: list[tuple[str, Any, int, str | None]] = [
     ("external_weights_upload_start", UPLOAD | {"base_model": "acme/other"}, 400, "base_model"),
     ("external_weights_upload_start", UPLOAD | {"lora_config": {"rank": 0}}, 400, "lora_config.rank"),
     ("external_weights_upload_start", UPLOAD | {"lora_config": {"rank": 10_000}}, 400, "lora_config.rank"),
+    (
+        "external_weights_upload_start",
+        UPLOAD | {"lora_config": {"rank": 8, "rank_pattern": {"q_proj": 4}}},
+        400,
+        "lora_config.rank_pattern",
+    ),
     ("external_weights_upload_start", UPLOAD | {"destination_project_id": "p" * 1001}, 400, "destination_project_id"),
     ("external_weights_upload_start", UPLOAD | {"lora_config": {"train_mlp": False}}, 503, None),
     ("external_weights_upload_finish", {}, 400, "upload_id"),

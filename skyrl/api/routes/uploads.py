@@ -42,6 +42,7 @@ from skyrl.base.adapter_files import (
 from skyrl.base.types.requests import new_session_id
 from skyrl.base.wire.errors import NoSpace, RequestError
 from skyrl.base.wire.paths import TinkerPath, model_id_of
+from skyrl.base.wire.rank_pattern import FIELD as RANKS
 from skyrl.base.wire.requests import UploadFinishRequest, UploadStartRequest
 from skyrl.runtime.processes.host_resources import SPARE_DISK_BYTES
 from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError, in_store
@@ -88,13 +89,16 @@ def upload_routes(services: Services) -> Routes:
         served = services.served.trainable(body.base_model)
         if served.config.full_finetuning:
             raise RequestError("adapters cannot be uploaded to a server that trains whole models", field="base_model")
+        lora = lora_spec(body.lora_config, None, served)
+        if lora.rank_pattern:
+            raise RequestError("is not taken for uploads: all layers must have lora_config.rank", field=RANKS)
         check_length("destination_project_id", body.destination_project_id)
         now = time.time()
         upload = Upload(
             id=secrets.token_hex(16),
             tenant=call.tenant,
             base_model=body.base_model,
-            lora=lora_spec(body.lora_config, None, served),
+            lora=lora,
             project_id=body.destination_project_id or None,
             created_at=now,
             expires_at=now + UPLOAD_S,

@@ -3,7 +3,7 @@ and records of rows."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeVar, cast
 
 from sqlalchemy import BigInteger, Dialect, Integer, Text
@@ -37,8 +37,8 @@ def record_of(kind: type[T], row: Any, **more: Any) -> T:
     return kind(**{name: getattr(row, name) for name in own}, **more)
 
 
-def lora_of(row: Any) -> LoraSpec:
-    """The LoRA columns of a models row or of a checkpoints row."""
+def plain_lora_of(row: Any) -> LoraSpec:
+    """The LoRA columns of an upload's row, which knows neither ranks of layers nor value heads."""
     return LoraSpec(
         rank=row.lora_rank,
         alpha=row.lora_alpha,
@@ -46,13 +46,17 @@ def lora_of(row: Any) -> LoraSpec:
         train_attn=row.train_attn,
         train_mlp=row.train_mlp,
         train_unembed=row.train_unembed,
-        rank_pattern=tuple((pattern, rank) for pattern, rank in row.rank_pattern or ()),
-        value_head=row.value_head,
     )
 
 
-def lora_values(lora: LoraSpec) -> dict[str, Any]:
-    """The reverse of `lora_of`: values by the names of the columns."""
+def lora_of(row: Any) -> LoraSpec:
+    """The LoRA columns of a models row or of a checkpoints row."""
+    pattern = tuple((expression, rank) for expression, rank in row.rank_pattern or ())
+    return replace(plain_lora_of(row), rank_pattern=pattern, value_head=row.value_head)
+
+
+def plain_lora_values(lora: LoraSpec) -> dict[str, Any]:
+    """The reverse of `plain_lora_of`: values by the names of the columns."""
     return {
         "lora_rank": lora.rank,
         "lora_alpha": lora.alpha,
@@ -60,6 +64,10 @@ def lora_values(lora: LoraSpec) -> dict[str, Any]:
         "train_attn": lora.train_attn,
         "train_mlp": lora.train_mlp,
         "train_unembed": lora.train_unembed,
-        "rank_pattern": lora.rank_pattern or None,
-        "value_head": lora.value_head,
     }
+
+
+def lora_values(lora: LoraSpec) -> dict[str, Any]:
+    """The reverse of `lora_of`."""
+    more = {"rank_pattern": lora.rank_pattern or None, "value_head": lora.value_head}
+    return plain_lora_values(lora) | more

@@ -19,7 +19,7 @@ from skyrl.base.wire.errors import NotFound, OverQuota
 from skyrl.base.wire.paths import TinkerPath
 from skyrl.storage.db import audit
 from skyrl.storage.db.checkpoints import Checkpoint, Copy, add_with_model, made_by
-from skyrl.storage.db.columns import lora_of, lora_values, record_of
+from skyrl.storage.db.columns import plain_lora_of, plain_lora_values, record_of
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.tables import UploadRow
 from skyrl.storage.db.writer import GroupCommitWriter
@@ -93,7 +93,7 @@ class Uploads:
                 check(connection)
             own = {name: getattr(upload, name) for name in ("id", "tenant", "base_model", "project_id")}
             times = {"created_at": upload.created_at, "expires_at": upload.expires_at}
-            connection.execute(insert(uploads), own | times | lora_values(upload.lora))
+            connection.execute(insert(uploads), own | times | plain_lora_values(upload.lora))
 
         await self._writer.transact(add)
 
@@ -105,7 +105,7 @@ class Uploads:
         row = await self._database.read_async(lambda c: c.execute(query).first())
         if row is None:
             raise _gone(upload_id)
-        return record_of(Upload, row, lora=lora_of(row))
+        return record_of(Upload, row, lora=plain_lora_of(row))
 
     async def finish(
         self, upload: Upload, made: Copy, alpha: float, size_bytes: int, check: Callable[[Connection], None] | None

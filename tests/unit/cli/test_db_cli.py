@@ -102,7 +102,7 @@ def test_check_names_a_missing_table(database: Database) -> None:
 
 @ON_SQLITE
 def test_check_names_a_row_that_refers_to_a_missing_row(database: Database) -> None:
-    values = "'m', 'gone', 't', 0, 'tiny', 'ready', 8, 32, 1, 1, 1, 1, NULL, 2, 3, 1, 2, 0, 0"
+    values = "'m', 'gone', 't', 0, 'tiny', 'ready', 8, 32, 1, 1, 1, 1, NULL, 2, 3, 1, 2, 0, 0, NULL, 0"
     assert database.file is not None
     with closing(sqlite3.connect(database.file)) as connection:  # SQLite does not enforce foreign keys here
         connection.execute(f"INSERT INTO models VALUES ({values})")

@@ -49,7 +49,7 @@ REFUSALS: dict[str, tuple[Callable[[], TrainingPass], list[str]]] = {
         lambda: train("m", rl(0, 4), "stable_reinforce"),
         ["loss_fn", "send loss_fn=ppo", "importance_sampling", 'losses.stable_reinforce = "cispo"', "not published"],
     ),
-    "custom": (lambda: train("m", rl(0, 4), "custom"), ["loss_fn", "forward_backward_custom"]),
+    "custom": (lambda: train("m", rl(0, 4), "custom"), ["loss_fn", "no loss 'custom'", "cross_entropy"]),
     "config key": (
         lambda: train("m", rl(0, 4), "ppo", clip=0.2),
         ["loss_fn_config", "'clip'", "clip_low_threshold", "clip_high_threshold"],
