@@ -29,3 +29,4 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint("session_id", "seq_id"),
     )
+    op.create_index("ix_custom_losses_tenant", "custom_losses", ["tenant"])

@@ -29,6 +29,7 @@ def upgrade() -> None:
         sa.Column("train_mlp", sa.Boolean(), nullable=False),
         sa.Column("train_unembed", sa.Boolean(), nullable=False),
         sa.Column("project_id", sa.String(), nullable=True),
+        sa.Column("most_bytes", sa.BigInteger(), nullable=False),
         sa.Column("created_at", sa.Float(), nullable=False),
         sa.Column("expires_at", sa.Float(), nullable=False),
         sa.PrimaryKeyConstraint("id"),

@@ -194,6 +194,9 @@ def read_config(directory: Path) -> Described:
         raise DoesNotFit(f"{PEFT_JSON} describes no LoRA adapter (peft_type must be LORA)")
     if unknown := sorted(key for key, value in described.items() if value and key not in _NEUTRAL):
         raise DoesNotFit(f"{PEFT_JSON} sets {unknown[0]}, which this server does not compute")
+    modules = described.get("target_modules")
+    if not modules or not (isinstance(modules, str) or all(isinstance(each, str) for each in modules)):
+        raise DoesNotFit(f"{PEFT_JSON}: target_modules must name modules: without it no program loads the adapter")
     if described.get("bias", "none") != "none":
         raise DoesNotFit(f"{PEFT_JSON} has a bias; allowed is none")
     if described.get("init_lora_weights", True) not in _PLAIN_STARTS:

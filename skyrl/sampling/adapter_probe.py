@@ -25,10 +25,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 
-from skyrl.base.adapter_files import PEFT_JSON, PEFT_TENSORS, DoesNotFit, largest_b, layers_key, read_config
+from skyrl.base.adapter_files import PEFT_JSON, PEFT_TENSORS, DoesNotFit, largest_b, layers_key
 from skyrl.http.client import HttpClient
 from skyrl.http.connection import Interrupted, NotAccepted
 from skyrl.inference import vllm_client
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 TOKENS = list(range(5, 21))
 SCALED_B = 0.5
-"""The root mean square of the largest lora_B, times alpha / rank: an update of about the size of a layer's output."""
+"""The root mean square of the largest lora_B, times alpha divided by the highest rank: an update of about the size of a
+layer's output."""
 LEAST_CHANGE = 0.05
 """In nats, a median over the tokens. A tiny random model changes by 0.3 and more, a trained one by several nats; an
 ignored adapter by what two runs differ."""
@@ -66,7 +68,8 @@ class AdapterProbe:
         self._scratch = scratch
         self._known: dict[tuple[str, str], _Outcome] = {}
         """By server and layers."""
-        self._turn = asyncio.Lock()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By server."""
 
     async def ignored(self, url: str, directory: str) -> bool:
         """Whether the server at `url` is known to ignore adapters with the layers of the one in `directory`."""
@@ -75,7 +78,8 @@ class AdapterProbe:
         except (OSError, DoesNotFit) as error:
             logger.debug("the adapter in %s is not compared: %s", directory, error)
             return False
-        async with self._turn:  # adapters that come together have the same layers more often than not
+        turn = self._turns.setdefault(url, asyncio.Lock())
+        async with turn:  # adapters that come together have the same layers more often than not
             known = self._known.get((url, layers))
             if known is None or known.until < time.monotonic():
                 known = await self._compare(url, Path(directory))
@@ -88,18 +92,18 @@ class AdapterProbe:
 
     async def _compare(self, url: str, directory: Path) -> _Outcome | None:
         """None for an adapter that changes nothing: the next one with these layers may."""
-        asked_again = time.monotonic() + FORGET_S
         probe = self._scratch / f".tmp-{secrets.token_hex(8)}"
         name = f"skyrl-probe-{secrets.token_hex(8)}"
         try:
             if not await asyncio.to_thread(_enlarge, directory, probe):
                 return None
             change = await self._change(url, name, probe)
-        except (OSError, DoesNotFit, NotAccepted, Interrupted, msgspec.DecodeError, LookupError, TypeError) as error:
+        except (OSError, ValueError, NotAccepted, Interrupted, LookupError, TypeError, AttributeError) as error:
             logger.warning("whether %s uses adapters could not be found out: %s: %s", url, type(error).__name__, error)
-            return _Outcome(ignored=False, until=asked_again)
+            change = None
         finally:
             await asyncio.to_thread(shutil.rmtree, probe, ignore_errors=True)
+        asked_again = time.monotonic() + FORGET_S
         if change is None:
             return _Outcome(ignored=False, until=asked_again)
         if change >= LEAST_CHANGE:
@@ -141,7 +145,7 @@ class AdapterProbe:
 
 def _enlarge(directory: Path, probe: Path) -> bool:
     """Write the adapter with a larger alpha. False for an adapter that changes nothing."""
-    described, largest = read_config(directory), largest_b(directory)
+    largest = largest_b(directory)
     if largest == 0 or not math.isfinite(largest):
         return False
     probe.mkdir(parents=True)
@@ -151,6 +155,7 @@ def _enlarge(directory: Path, probe: Path) -> bool:
     except OSError:
         shutil.copyfile(source, probe / PEFT_TENSORS)
     config = json.loads((directory / PEFT_JSON).read_bytes())
-    config["lora_alpha"] = max(described.alpha, SCALED_B / largest * described.rank)
+    highest = max([config["r"], *(config.get("rank_pattern") or {}).values()])
+    config["lora_alpha"] = max(config["lora_alpha"], SCALED_B / largest * highest)
     (probe / PEFT_JSON).write_text(json.dumps(config))
     return True

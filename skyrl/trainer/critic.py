@@ -78,8 +78,9 @@ def estimate(
 
 
 def with_advantages(training_pass: TrainingPass) -> TrainingPass:
-    """The checked pass with advantages and returns in place of rewards; itself if it has none."""
-    if not is_sent(training_pass.data, REWARDS):
+    """The checked pass with advantages and returns in place of rewards; itself if it has none. A custom loss may have
+    inputs of these names, which are its own."""
+    if training_pass.custom_loss is not None or not is_sent(training_pass.data, REWARDS):
         return training_pass
     config = {**GAE_CONFIG, **training_pass.loss_config}
     data: list[Datum] = []

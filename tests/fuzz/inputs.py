@@ -333,7 +333,7 @@ NAMES = st.one_of(
     st.text(st.characters(codec="utf-8"), max_size=5),
 )
 LOSSES = st.sampled_from(
-    ["cross_entropy", "importance_sampling", "ppo", "cispo", "dppo", "dro", "", "nobody's", "a\0b"]
+    ["cross_entropy", "importance_sampling", "ppo", "cispo", "dppo", "dppo_kl", "dro", "", "nobody's", "a\0b"]
 )
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 

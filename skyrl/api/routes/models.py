@@ -27,7 +27,7 @@ from skyrl.storage.db.models import Model, add_model
 
 
 def asks_for_value_head(user_metadata: Mapping[str, Any] | None, *, full: bool) -> bool:
-    """Whether a model's metadata ask for a value head. They are free but for this key: the SDK has no field for it.
+    """Whether a model's metadata ask for a value head. The SDK has no field for it.
     `full`: the whole model is trained. Raises RequestError."""
     asked = (user_metadata or {}).get("value_head", False)
     if asked is False or asked == "false":

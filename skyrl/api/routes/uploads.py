@@ -14,7 +14,8 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -74,7 +75,7 @@ def upload_routes(services: Services) -> Routes:
 
     async def layers(upload: Upload) -> list[Target]:
         """The layers that the adapter must have."""
-        keys = services.served.of(upload.base_model).config.role.state_keys
+        keys = services.served.trainable(upload.base_model).config.role.state_keys
         text = await services.database.read_async(lambda c: read_layers(c, keys))
         if text is None:
             raise RequestError(
@@ -100,12 +101,15 @@ def upload_routes(services: Services) -> Routes:
             base_model=body.base_model,
             lora=lora,
             project_id=body.destination_project_id or None,
+            most_bytes=0,
             created_at=now,
             expires_at=now + UPLOAD_S,
         )
-        if not await layers(upload):
+        targets = await layers(upload)
+        if not targets:
             raise RequestError("asks for no layer that this server trains", field="lora_config")
-        await services.uploads.start(upload, services.quotas.stored_bytes(call.tenant, 0))
+        upload = replace(upload, most_bytes=await asyncio.to_thread(_most_bytes, targets, lora.rank))
+        await services.uploads.start(upload, services.quotas.stored_bytes(call.tenant, upload.most_bytes))
         links = {
             file: services.urls.sign(call.request, f"/api/v1/uploads/{upload.id}/{file}", UPLOAD_S) for file in FILES
         }
@@ -119,9 +123,7 @@ def upload_routes(services: Services) -> Routes:
     async def upload_file(call: Call, upload_id: str, file: str) -> Response:
         """Takes the place of what was sent to this link before."""
         upload = await services.uploads.find(upload_id, None)
-        most = MAX_CONFIG_BYTES
-        if file != PEFT_JSON:
-            most = most_bytes(file_shapes(await layers(upload), upload.lora.rank))
+        most = MAX_CONFIG_BYTES if file == PEFT_JSON else upload.most_bytes
         key, changes = upload.key(file), of_upload.setdefault(upload_id, asyncio.Lock())
         if key in arriving:  # one at a time, which bounds what clients put on the disk
             raise RequestError(f"{file} is being received already", status=429, retry_after_s=_RETRY_S)
@@ -130,6 +132,10 @@ def upload_routes(services: Services) -> Routes:
             async with _received(call.request, scratch, file, most) as path, changes, turns:
                 await services.uploads.find(upload_id, None)  # it may have been finished meanwhile
                 await in_store(_store_file, store, key, path)
+        except FileNotFoundError as error:  # an engine that starts deletes what was not complete
+            raise RequestError(
+                f"{file} was lost on its way; send it again", status=503, retry_after_s=_RETRY_S
+            ) from error
         finally:
             arriving.discard(key)
         return reply({})
@@ -179,6 +185,10 @@ def upload_routes(services: Services) -> Routes:
             logger.warning("uploaded files stay for now (%s): %s", key, error)
 
     return routes
+
+
+def _most_bytes(targets: Sequence[Target], rank: int) -> int:
+    return most_bytes(file_shapes(targets, rank))
 
 
 @contextlib.asynccontextmanager

@@ -15,6 +15,7 @@ MAX_METRICS = 64
 MAX_GRAPH_BYTES = 128 * 2**10
 """Size of a custom loss in the database, as JSON."""
 MAX_LOSSES = 64
+MAX_LOSSES_OF_TENANT = 1024
 """Custom losses of one session."""
 
 

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
+from skyrl.base.wire.rank_pattern import RankPattern
+
 STORE_SCHEME = "skyrl-store:"
 """Begins a reference to files in the checkpoint store, in place of a directory. A reference never gets other files."""
 
@@ -101,11 +103,6 @@ def parse_weights(text: str) -> WeightsRef:
     if kind == "full" and name:
         return FullWeights(name)
     raise ValueError(f"{text!r} is no reference to weights; expected base, adapter:<name> or full:<version>")
-
-
-RankPattern = tuple[tuple[str, int], ...]
-"""PEFT's `rank_pattern`, in its order: regular expressions of layers' names, and the rank of the layers that match. A
-layer has the rank of the first expression that matches its name, or the end of its name after a dot."""
 
 
 @dataclass(frozen=True, slots=True)

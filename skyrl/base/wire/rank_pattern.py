@@ -21,7 +21,8 @@ from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.requests import LoraConfig
 
 RankPattern = tuple[tuple[str, int], ...]
-"""Expressions and ranks, in the order in which they are tried."""
+"""PEFT's `rank_pattern`, in its order: regular expressions of layers' names, and the rank of the layers that match. A
+layer has the rank of the first expression that matches its name, or the end of its name after a dot."""
 METADATA_KEY = "skyrl.rank_pattern"
 MAX_PATTERNS = 128
 MAX_PATTERN_CHARS = 128

@@ -8,8 +8,8 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, func, insert, select
 
-from skyrl.base.types.custom_loss import MAX_LOSSES
-from skyrl.base.wire.errors import RequestError
+from skyrl.base.types.custom_loss import MAX_LOSSES, MAX_LOSSES_OF_TENANT
+from skyrl.base.wire.errors import OverQuota, RequestError
 from skyrl.storage.db.models import LIVING, models
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.db.tables import CustomLossRow
@@ -30,7 +30,7 @@ class StoredLoss:
 
 def add(connection: Connection, loss: StoredLoss) -> None:
     """Insert it unless it is there, which happens when a request is repeated. Raises RequestError if its id stands for
-    another loss, or if the session has too many."""
+    another loss, or if the session or the tenant has too many."""
     stored = connection.execute(select(losses.c.body).where(losses.c.id == loss.id)).scalar()
     if stored is not None:
         if stored != loss.body:
@@ -40,6 +40,12 @@ def add(connection: Connection, loss: StoredLoss) -> None:
     if connection.execute(of_session).scalar_one() >= MAX_LOSSES:
         raise RequestError(
             f"a session may create {MAX_LOSSES} custom losses; use one more than once", field="session_id"
+        )
+    of_tenant = select(func.count()).select_from(losses).where(losses.c.tenant == loss.tenant)
+    if connection.execute(of_tenant).scalar_one() >= MAX_LOSSES_OF_TENANT:
+        raise OverQuota(
+            "custom_losses",
+            f"custom losses: {MAX_LOSSES_OF_TENANT} are stored; each is deleted a day after its session has ended",
         )
     connection.execute(insert(losses), {**loss.__dict__, "created_at": time.time()})
 

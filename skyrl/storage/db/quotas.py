@@ -19,10 +19,11 @@ from skyrl.storage.db.models import LIVING, models
 from skyrl.storage.db.samplers import samplers
 from skyrl.storage.db.scopes import in_scope
 from skyrl.storage.db.sessions import active_sessions_of, sessions
-from skyrl.storage.db.tables import FutureRow, QuotaRow
+from skyrl.storage.db.tables import FutureRow, QuotaRow, UploadRow
 
 quotas = QuotaRow.__table__  # type: ignore[attr-defined]
 futures = FutureRow.__table__  # type: ignore[attr-defined]
+uploads = UploadRow.__table__  # type: ignore[attr-defined]
 
 _NUMBERS = (quotas.c.requests_in_flight, quotas.c.tokens_per_minute, quotas.c.models, quotas.c.stored_bytes)
 """In the order of the fields of `QuotaLimits`."""
@@ -78,8 +79,8 @@ def _live(now: float) -> ColumnElement[bool]:
 
 
 def stored_bytes(connection: Connection, tenant: str, besides: TinkerPath | None = None) -> int:
-    """Bytes of a tenant's live checkpoints, and of adapters that its sampling sessions need and no checkpoint has.
-    Leaves out the checkpoint `besides`."""
+    """Bytes of a tenant's live checkpoints, of adapters that its sampling sessions need and no checkpoint has, and of
+    unfinished uploads as they were announced. Leaves out the checkpoint `besides`."""
     query = select(func.sum(checkpoints.c.size_bytes)).where(checkpoints.c.tenant == tenant, _live(time.time()))
     if besides is not None:
         query = query.where(
@@ -90,7 +91,12 @@ def stored_bytes(connection: Connection, tenant: str, besides: TinkerPath | None
             )
         )
     saved = int(connection.execute(query).scalar() or 0)
-    return saved + unsaved_bytes(connection, tenant).get(tenant, 0)
+    arriving = select(func.sum(uploads.c.most_bytes)).where(uploads.c.tenant == tenant, _unfinished(time.time()))
+    return saved + unsaved_bytes(connection, tenant).get(tenant, 0) + int(connection.execute(arriving).scalar() or 0)
+
+
+def _unfinished(now: float) -> ColumnElement[bool]:
+    return uploads.c.expires_at > now
 
 
 def paused(connection: Connection, now: float) -> dict[str, float]:
@@ -130,6 +136,10 @@ def held(connection: Connection) -> dict[str, Held]:
         amounts.setdefault(tenant, Held()).stored_bytes = int(total)
     for tenant, total in unsaved_bytes(connection).items():
         amounts.setdefault(tenant, Held()).stored_bytes += total
+    for tenant, total in _by_tenant(
+        connection, uploads, func.sum(uploads.c.most_bytes), _unfinished(time.time())
+    ).items():
+        amounts.setdefault(tenant, Held()).stored_bytes += int(total)
     for tenant, numbers in exceptions(connection).items():
         amounts.setdefault(tenant, Held()).exceptions = numbers
     return amounts

@@ -220,7 +220,7 @@ class CustomLossRow(SQLModel, table=True):
     __table_args__ = (UniqueConstraint("session_id", "seq_id"),)
     id: str = Field(primary_key=True)
     session_id: str = Field(foreign_key="sessions.id")
-    tenant: str
+    tenant: str = Field(index=True)
     seq_id: int
     body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
     created_at: float

@@ -8,7 +8,8 @@ from sqlmodel import Field, SQLModel
 
 class UploadRow(SQLModel, table=True):
     """An upload of an adapter that is not finished. Its files are in the checkpoint store under keys that follow from
-    the id, until `expires_at`. What is trained is as the client has announced it; the files say alpha."""
+    the id, until `expires_at`. What is trained is as the client has announced it; the files say alpha. `most_bytes`: of
+    the adapter's file; they count as stored."""
 
     __tablename__ = "uploads"  # pyright: ignore[reportAssignmentType]
     id: str = Field(primary_key=True)
@@ -21,5 +22,6 @@ class UploadRow(SQLModel, table=True):
     train_mlp: bool
     train_unembed: bool
     project_id: str | None = None
+    most_bytes: int = Field(sa_column=Column(BigInteger, nullable=False))
     created_at: float
     expires_at: float

@@ -36,13 +36,15 @@ _SESSION_TAG = "external_weights_upload"
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """`lora` is what the client has announced; the files say alpha. Times are in seconds since the epoch."""
+    """`lora` is what the client has announced; the files say alpha. `most_bytes`: of the adapter's file. Times are in
+    seconds since the epoch."""
 
     id: str
     tenant: str
     base_model: str
     lora: LoraSpec
     project_id: str | None
+    most_bytes: int
     created_at: float
     expires_at: float
 
@@ -91,7 +93,7 @@ class Uploads:
                 )
             if check is not None:
                 check(connection)
-            own = {name: getattr(upload, name) for name in ("id", "tenant", "base_model", "project_id")}
+            own = {name: getattr(upload, name) for name in ("id", "tenant", "base_model", "project_id", "most_bytes")}
             times = {"created_at": upload.created_at, "expires_at": upload.expires_at}
             connection.execute(insert(uploads), own | times | plain_lora_values(upload.lora))
 
@@ -129,10 +131,10 @@ class Uploads:
         def add(connection: Connection) -> TinkerPath:
             if made.copy_key is not None and (earlier := made_by(connection, made.copy_key)) is not None:
                 return earlier
-            if check is not None:
-                check(connection)
             if connection.execute(delete(uploads).where(uploads.c.id == upload.id)).rowcount == 0:
                 raise _gone(upload.id)
+            if check is not None:  # the upload itself counts no more
+                check(connection)
             add_with_model(connection, made, checkpoint, _SESSION_TAG)
             details = {"tinker_path": str(made.path), "model_id": made.path.model_id}
             audit.record(connection, upload.tenant, "checkpoint_uploaded", **details)

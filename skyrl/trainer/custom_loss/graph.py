@@ -142,6 +142,8 @@ class LossGraph:
                 raise _DependsOnValues
         elif run.elements + _most(node, args, kwargs, MAX_ELEMENTS - run.elements) > MAX_ELEMENTS:
             raise self._too_large(node)
+        if _word(node) == "matmul" and run.elements + _copied(args, kwargs) > MAX_ELEMENTS:
+            raise self._too_large(node)
         result = _call(node, args, kwargs)
         size = sum(each.numel() for each in _tensors(result))
         read = sum(each.numel() for each in _tensors(args))
@@ -258,6 +260,16 @@ def _most(node: LossNode, args: Sequence[Any], kwargs: Mapping[str, Any], enough
         each.numel()
         for each in _tensors(_call(node, _on_meta(args), {name: _on_meta(each) for name, each in kwargs.items()}))
     )
+
+
+def _copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """How many numbers torch may copy for a product of batches: both arguments for all batches together."""
+    given = [*_tensors(args), *_tensors([*kwargs.values()])]
+    try:
+        batches = math.prod(torch.broadcast_shapes(*(each.shape[:-2] for each in given)))
+    except RuntimeError:
+        return 0  # torch refuses them
+    return sum(batches * math.prod(each.shape[-2:]) for each in given)
 
 
 def _most_of_sizes(node: LossNode, args: Sequence[Any], tensors: Sequence[Tensor]) -> int | None:

@@ -46,6 +46,24 @@ def _power(base: Any, exponent: Any) -> Any:
     return operator.pow(base, exponent)
 
 
+def _divides(function: Operation) -> Operation:
+    """Whole numbers rounded towards 0 are refused: torch 2.13 ends the process for some of them."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("rounding_mode") == "trunc" and not any(_is_floating(each) for each in (*args, *kwargs.values())):
+            raise TypeError("rounding_mode trunc takes no whole numbers; make them floating-point numbers first")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
+
+
+_DIVISIONS = ("div", "divide")
+
+
 def _item(value: Any, index: Any) -> Any:
     if not isinstance(value, Tensor | tuple) or (isinstance(value, tuple) and not isinstance(index, int | slice)):
         raise TypeError("takes a tensor, or a tuple and a whole number")
@@ -129,8 +147,10 @@ FUNCTIONS: dict[str, Operation] = {
     **{f"torch.nn.functional.{name}": getattr(torch.nn.functional, name) for name in names.FUNCTIONAL},
     **{f"torch.special.{name}": getattr(torch.special, name) for name in names.SPECIAL},
 }
+FUNCTIONS |= {name: _divides(FUNCTIONS[name]) for name in (f"torch.{each}" for each in _DIVISIONS)}
 METHODS: dict[str, Operation] = {
     **{name: _method(getattr(Tensor, name)) for name in names.METHODS - {"to", "cpu"}},
     "to": _method(_to),
     "cpu": _method(_to),
 }
+METHODS |= {name: _divides(METHODS[name]) for name in _DIVISIONS}

@@ -78,8 +78,16 @@ def with_value_head(targets: Sequence[Target], hidden: int) -> tuple[Target, ...
     return (*targets[:linears], Target(VALUE_HEAD, hidden, 1), *targets[linears:])
 
 
+def without_value_head(targets: Sequence[Target]) -> list[Target]:
+    """The layers of the base model among the targets."""
+    return [target for target in targets if target.name != VALUE_HEAD]
+
+
 def _ranks(spec: LoraSpec, targets: Sequence[Target]) -> tuple[int, ...]:
-    return ranks_of(spec.rank, spec.rank_pattern, [target.name for target in targets])
+    """A value head has none: the adapter's stands in its place."""
+    names = [target.name for target in without_value_head(targets)]
+    of_layers = iter(ranks_of(spec.rank, spec.rank_pattern, names))
+    return tuple(spec.rank if target.name == VALUE_HEAD else next(of_layers) for target in targets)
 
 
 def whole_shapes(spec: LoraSpec, targets: Sequence[Target]) -> dict[str, tuple[int, ...]]:
@@ -243,6 +251,7 @@ MOST_EXAMPLES = 16
 def check_pattern(spec: LoraSpec, targets: Sequence[Target]) -> None:
     """Raise InvalidRequest for a rank pattern with an expression that decides the rank of none of the layers that the
     adapter trains: it is misspelt, or is for layers that are not trained."""
+    targets = without_value_head(targets)
     if unused := without_layer(spec.rank_pattern, [target.name for target in targets]):
         raise InvalidRequest(
             f"lora_config.rank_pattern: {unused[0]!r} matches no trained layer, or only layers that an expression "

@@ -31,7 +31,7 @@ from skyrl.base.adapter_files import (
     fused_experts,
 )
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer.lora.adapter import VALUE_HEAD, Adapter, with_value_head
+from skyrl.trainer.lora.adapter import VALUE_HEAD, Adapter, with_value_head, without_value_head
 from skyrl.trainer.lora.rank_pattern import ranks_of, written_pattern
 from skyrl.trainer.protocol import InvalidRequest
 
@@ -138,8 +138,13 @@ def _check_value_head(adapter: Adapter, saved: bool, *, optimizer: bool) -> None
 
 
 def _from_elsewhere(adapter: Adapter, directory: Path) -> Adapter:
+    if adapter.own_scales:
+        raise InvalidRequest(
+            "path: the files have no training state, and so one rank for all layers; this model has others in some "
+            "(lora_config.rank_pattern)"
+        )
     try:
-        described = check_adapter(directory, _without_head(adapter.targets), adapter.spec.rank)
+        described = check_adapter(directory, without_value_head(adapter.targets), adapter.spec.rank)
     except DoesNotFit as error:
         raise InvalidRequest(f"path: {error}") from error
     if described.alpha != adapter.spec.alpha:
@@ -164,7 +169,7 @@ def _weights_in(adapter: Adapter, directory: Path) -> dict[str, Tensor]:
 def _saved_layers(adapter: Adapter, description: dict[str, Any], trainable: Sequence[Target]) -> Sequence[Target]:
     saved = description["targets"]
     if saved == _names(adapter):
-        return _without_head(adapter.targets)
+        return without_value_head(adapter.targets)
     if any(description["lora"][flag] != getattr(adapter.spec, flag) for flag in TRAIN_FLAGS):
         differing = sorted(set(saved) ^ set(_names(adapter)))
         raise InvalidRequest(
@@ -244,7 +249,7 @@ def _peft_ranks(adapter: Adapter, fused: frozenset[str]) -> dict[str, dict[str, 
     if not adapter.spec.rank_pattern:
         return {}
     ranks: dict[str, int] = {}
-    for target in adapter.targets:
+    for target in without_value_head(adapter.targets):
         module, _, leaf = target.name.rpartition(".")
         numbered = target.experts is not None and module not in fused
         expression = rf"{re.escape(module)}\.\d+\.{leaf}" if numbered else re.escape(target.name)
@@ -273,11 +278,7 @@ def is_of_head(name: str) -> bool:
 
 def _names(adapter: Adapter) -> list[str]:
     """Of the layers of the base model that the adapter changes."""
-    return [target.name for target in _without_head(adapter.targets)]
-
-
-def _without_head(targets: Sequence[Target]) -> list[Target]:
-    return [target for target in targets if target.name != VALUE_HEAD]
+    return [target.name for target in without_value_head(adapter.targets)]
 
 
 def split(name: str, matrices: Tensor, fused: frozenset[str]) -> dict[str, Tensor]:

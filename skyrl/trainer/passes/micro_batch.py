@@ -101,13 +101,19 @@ def losses_of(batch: Sequence[MicroBatchItem], device: torch.device, *, joined: 
     return MicroBatchLosses(groups, None if order is None else next(tensors))
 
 
-def trained_entries(part: PassShare) -> npt.NDArray[np.bool_]:
-    """The entries where the part's loss may have a gradient: bool [M]. At least one, so that the loss always has a
-    graph. Without a backward they are the same, so that the logprobs are the same bits."""
+def own_entries(part: PassShare) -> npt.NDArray[np.bool_]:
+    """The entries where the part's loss may have a gradient by way of logprobs: bool [M]."""
     trained = part.loss.trained
     found = np.ones(part.entries, np.bool_) if trained is None else _entries(part, trained) != 0
     if (text := text_entries(part.data)) is not None:
         found &= text
+    return found
+
+
+def trained_entries(part: PassShare) -> npt.NDArray[np.bool_]:
+    """`own_entries`, and at least one, so that the loss always has a graph. Without a backward they are the same, so
+    that the logprobs are the same bits."""
+    found = own_entries(part)
     if not found.any():
         found[0] = True
     return found

@@ -19,8 +19,8 @@ from skyrl.trainer.critic import MASK
 from skyrl.trainer.custom_loss.loss import METRIC, custom_sums
 from skyrl.trainer.device import failure_of, read_back
 from skyrl.trainer.losses import LossValue
-from skyrl.trainer.passes.micro_batch import LossGroup, MicroBatchLosses, places_of_values, trained_entries
-from skyrl.trainer.passes.pass_run import PartScore, PassShare, is_trained
+from skyrl.trainer.passes.micro_batch import LossGroup, MicroBatchLosses, own_entries, places_of_values
+from skyrl.trainer.passes.pass_run import PartScore, PassShare
 from skyrl.trainer.protocol import Datum
 from skyrl.trainer.tally import Tally
 
@@ -169,8 +169,7 @@ class Scores:
         for number, (_, part, tally, counts, error) in enumerate(ordered):
             stop = start + part.entries
             for marks in outside if part.restricts else ():
-                trains = any(is_trained(datum, part.loss) for datum in part.data)
-                tally.outside = int(marks[start:stop][trained_entries(part)].sum()) if trains else 0
+                tally.outside = int(marks[start:stop][own_entries(part)].sum())
             own = values[0][places[number].start : places[number].stop] if number in places else None
             of_states = None if own is None else np.split(own, np.cumsum([len(each.tokens) for each in part.data])[:-1])
             scores.append(PartScore(tally, by_datum(logprobs[start:stop], part.data), counts, error, of_states))

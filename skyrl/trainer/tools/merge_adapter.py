@@ -43,7 +43,7 @@ from skyrl.trainer.files.tensor_files import (
     sharded_files,
     weight_files,
 )
-from skyrl.trainer.lora.rank_pattern import ranks_of
+from skyrl.trainer.lora.rank_pattern import ranks_of, without_layer
 from skyrl.trainer.model.loading import check_weights, class_of, detach_vision, model_class
 from skyrl.trainer.model.packed_model import UNEMBED
 
@@ -164,6 +164,10 @@ def leave_head_out(directory: Path, out: Path) -> LeftOut:
     kept = {name: each for name, each in load_file(directory / PEFT_TENSORS).items() if not name.startswith(dropped)}
     save_file(kept, out / PEFT_TENSORS, metadata={"format": "pt"})
     described["target_modules"] = sorted({layer.rpartition(".")[2] for layer in updates if not is_head(layer)})
+    if pattern := described.get("rank_pattern"):
+        layers = [layer for layer in updates if not is_head(layer)]
+        unused = without_layer(tuple(pattern.items()), layers)
+        described["rank_pattern"] = {each: rank for each, rank in pattern.items() if each not in unused}
     (out / PEFT_JSON).write_text(json.dumps(described, indent=2) + "\n")
     head = updates[heads[0]]
     return LeftOut(len(updates) - len(heads), head.rank, head.norm)

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,13 +37,13 @@ class Directories:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def write(self, number: int, b: float, inputs: int = 4) -> None:
+    def write(self, number: int, b: float, inputs: int = 4, **more: Any) -> None:
         directory = self.root / str(number)
         directory.mkdir(parents=True)
         name = "base_model.model.model.layers.0.self_attn.q_proj"
         tensors = {f"{name}.lora_A.weight": torch.ones(2, inputs), f"{name}.lora_B.weight": torch.full((4, 2), b)}
         save_file({each: tensor.bfloat16() for each, tensor in tensors.items()}, directory / PEFT_TENSORS)
-        (directory / PEFT_JSON).write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+        (directory / PEFT_JSON).write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4} | more))
 
     async def bring(self, adapter: AdapterVersion) -> str:
         return str(self.root / str(adapter.number))
@@ -133,6 +134,15 @@ async def test_a_server_that_uses_adapters_is_asked_once_for_all_with_the_same_l
         assert [each.json["lora_name"][: len(PROBE)] for each in case.server.requests if each.path == UNLOAD] == [
             PROBE
         ] * 2
+
+
+async def test_an_adapter_with_other_ranks_in_some_layers_is_compared_like_others(tmp_path: Path) -> None:
+    async with case_in(tmp_path) as case:
+        case.moves_by(0.0)
+        await asyncio.to_thread(lambda: case.directories.write(1, 0.1, rank_pattern={"q_proj": 8}))
+        with pytest.raises(FailedRequest, match="samples the base model"):
+            await case.sample(1)
+        assert case.alphas == pytest.approx([0.5 / 0.1 * 8], rel=0.01)
 
 
 async def test_samples_from_adapters_that_a_server_ignores_fail_and_load_none(tmp_path: Path) -> None:

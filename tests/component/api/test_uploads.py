@@ -20,6 +20,7 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.engine import sweeping
 from skyrl.engine.main import layers_text
 from skyrl.storage.checkpoint_store.versions import version_directory
+from skyrl.storage.db import quotas
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import publish_training
 from skyrl.storage.db.uploads import MAX_UNFINISHED, uploads
@@ -158,6 +159,15 @@ async def test_uploads_are_bounded_in_number_size_and_owner(world: World) -> Non
     old = await start(world, OTHER, **{"X-Stainless-Package-Version": "0.39.0"})
     assert all(isinstance(link, str) for link in old["urls"].values()), "0.39 reads no headers"
     assert not list((world.harness.config.state_dir / "scratch").glob("*")), "refused files leave nothing behind"
+
+
+async def test_unfinished_uploads_count_as_stored(world: World) -> None:
+    await publish_layers(world)
+    started = await start(world)
+    upload = await world.services.uploads.find(started["upload_id"], None)
+    held = await world.harness.database.read_async(lambda c: quotas.held(c)[upload.tenant])
+    assert held.stored_bytes == upload.most_bytes > 0
+    assert await world.harness.database.read_async(lambda c: quotas.stored_bytes(c, upload.tenant)) == upload.most_bytes
 
 
 async def until_set(event: asyncio.Event) -> AsyncIterator[bytes]:

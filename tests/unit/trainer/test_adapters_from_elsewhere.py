@@ -150,6 +150,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
     "another start": (_config(init_lora_weights="pissa"), "init_lora_weights"),
     "the rank of another": (_config(r=4), "has r 4, and lora_config.rank is 2"),
     "a rank of zero": (_config(r=0), "whole number above 0"),
+    "no modules": (_config(target_modules=None), "target_modules must name modules"),
     "no alpha": (_config(lora_alpha=None), "lora_alpha must be a number"),
     "an alpha that is no number": (_config(lora_alpha=float("nan")), "lora_alpha must be a number"),
 }

@@ -3,6 +3,7 @@ transformers and PEFT, and what a head changes for other adapters, files and ran
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,24 @@ def test_what_samplers_and_peft_load_has_no_head(tmp_path: Path) -> None:
         assert not [name for name in load_file(directory / "adapter_model.safetensors") if "value" in name]
         assert "value" not in (directory / "adapter_config.json").read_text()
     assert {each.name for each in (tmp_path / "a").iterdir()} == FILES - {"optimizer.safetensors", "state.json"}
+
+
+def test_an_adapter_may_have_a_head_and_other_ranks_in_some_layers(tmp_path: Path) -> None:
+    ranked = replace(HEAD, rank_pattern=(("q_proj", 2),))
+    backend = make_backend()
+    backend.create_model("m", ranked)
+    data = with_returns(rl(5, 20, 9))
+    ok(backend.run([train("m", data, "ppo")]))
+    backend.optim_step("m", STEP)
+    saved = files_saved(backend, "m", tmp_path / "saved")
+    written = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())["rank_pattern"]
+    assert set(written.values()) == {2}
+    assert "value" not in str(written)
+    restored = make_backend()
+    restored.restore_model("m", ranked, tmp_path / "saved")
+    assert_same(files_saved(restored, "m", tmp_path / "restored"), saved)
+    with pytest.raises(InvalidRequest, match="'value_head' matches no trained layer"):
+        backend.create_model("other", replace(HEAD, rank_pattern=(("value_head", 2),)))
 
 
 def test_a_critic_may_begin_with_an_adapter_that_has_none(tmp_path: Path) -> None:

@@ -111,6 +111,19 @@ def test_the_server_computes_what_the_client_does(handle: LossHandle, tmp_path: 
     assert_close_gradients(gradients_in(server, tmp_path / "server"), gradients_in(client, tmp_path / "client"))
 
 
+def test_names_of_a_critics_inputs_are_free_for_custom_losses() -> None:
+    handle = handle_of(lambda logprobs, rewards: ((logprobs * rewards).sum(), {}), rewards=1)
+    data = [
+        Datum(each.tokens, {"target_tokens": each.loss_inputs["target_tokens"], "rewards": each.loss_inputs["old"]})
+        for each in DATA
+    ]
+    (result,) = ok(learned(make_backend()).run([of_server(handle, data)]))
+    expected = sum(
+        float(np.sum(one * each.loss_inputs["old"])) for one, each in zip(result.logprobs, DATA, strict=True)
+    )
+    assert result.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+
+
 def gradients_in(backend: Backend, path: Path) -> dict[str, Tensor]:
     path.mkdir(exist_ok=True)
     backend.save_state("m", path)
@@ -231,6 +244,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda logprobs: _loss(logprobs.expand(2**12, 8) @ logprobs.expand(2**12, 8).T),
         "",
     ),
+    "a product of few numbers that needs many": (
+        lambda logprobs: _loss(logprobs.new_ones((2, 2**10, 1, 2**10)) @ logprobs.new_ones((2, 1, 2**10, 2**10))),
+        "the results up to here have more than",
+    ),
+    "whole numbers towards 0": (
+        lambda logprobs: _loss(logprobs + (7 * logprobs.long()).div(2, rounding_mode="trunc")),
+        "rounding_mode trunc takes no whole numbers",
+    ),
+    "numbers towards 0": (lambda logprobs: _loss(logprobs + (7 * logprobs).div(2, rounding_mode="trunc")), ""),
+    "a remainder": (lambda logprobs: _loss(logprobs + 7 * logprobs.long() % 2), ""),
     "a power of whole numbers": (lambda logprobs: _loss(logprobs * logprobs.shape[0] ** 400), "node 'pow_1'"),
     "a long tuple": (lambda logprobs: _loss(logprobs.new_zeros(logprobs.shape * 10**9)), "takes tensors and numbers"),
     "an index out of range": (lambda logprobs: _loss(logprobs[8]), "node 'getitem' (operator.getitem): index 8"),
