@@ -38,7 +38,7 @@ def completion(request: dict[str, Any]) -> dict[str, Any]:
     """A complete answer to `request` in vLLM's format; sample i starts at token i, log-probabilities are -1, -2, ..."""
     length = min(request["max_tokens"] or 4, 4)
     choices = []
-    for index in range(request["n"]):
+    for index in range(request.get("n", 1)):
         tokens = list(range(index, index + length))
         choice: dict[str, Any] = {
             "index": index,

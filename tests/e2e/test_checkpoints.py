@@ -116,9 +116,11 @@ def test_a_model_from_a_checkpoint_has_its_ranks(
 
 
 def test_an_export_goes_out_and_comes_back_as_an_upload(
-    server: DemoServer, connect: ClientFactory, trained: tinker.TrainingClient, tokenizer: PreTrainedTokenizerBase
+    server: DemoServer, connect: ClientFactory, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """By HTTP alone: no release of the SDK that can be installed uploads yet."""
+    trained = connect().create_lora_training_client("tiny", rank=8, seed=3).result()
+    train(trained, [cross_entropy(tokenizer.encode(TEXT))], 6, 1e-2)
     prompt = tokenizer.encode(TEXT)[:4]
     exported = trained.save_weights_external("out").result().path
     expected = greedy(trained.save_weights_and_get_sampling_client().result(), prompt)
@@ -154,7 +156,8 @@ def test_a_checkpoint_is_merged_by_its_path(
         ("state", trained.save_state("merged").result().path),
         ("export", trained.save_weights_external("merged").result().path),
     ):
-        command = [sys.executable, "-m", "skyrl.cli.main", "adapter", "merge", "tiny", path, str(tmp_path / name)]
+        merge = [sys.executable, "-m", "skyrl.cli.main", "adapter", "merge", "--dtype", "float32"]
+        command = [*merge, "tiny", path, str(tmp_path / name)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).eval()

@@ -65,8 +65,9 @@ def save_state(adapter: Adapter, base_model: str, directory: Path) -> None:
     if tensors:
         save_file(tensors, directory / OPTIMIZER_TENSORS)
     lora = asdict(adapter.spec)
-    if not adapter.spec.rank_pattern:  # earlier versions wrote none
-        del lora["rank_pattern"]
+    for name in ("rank_pattern", "value_head"):  # earlier versions wrote neither
+        if not lora[name]:
+            del lora[name]
     description = {
         "format": FORMAT,
         "step": adapter.step,
