@@ -35,6 +35,7 @@ REFUSED = "refused"
 UNKNOWN = "unknown to this page"
 SHORT = {
     "message 2: the template leaves out the answer's thinking": "left out",
+    "message 2: the template leaves out the answer's tool call": "calls left out",
     "the release has no chat template": "–",
     "vLLM renders it with code of the model's repository: each turn forks": "forks",
 }

@@ -84,6 +84,10 @@ SOURCES: Mapping[str, Source] = {
     "tencent/Hy3": Source("tencent-Hy3"),
     "mistralai/Ministral-3-14B-Reasoning-2512": Source("mistralai-Ministral-3-14B-Reasoning-2512"),
     "MiniMaxAI/MiniMax-M3": Source("MiniMax-M3"),
+    "deepseek-ai/DeepSeek-V3.2": Source(code=lambda: DeepSeek("deepseek_v32"), stops=DEEPSEEK_END),
+    "LiquidAI/LFM2-8B-A1B": Source("LFM2-8B-A1B", thinks=False),
+    "LiquidAI/LFM2.5-1.2B-Instruct": Source("LFM2.5-Instruct", thinks=False),
+    "LiquidAI/LFM2.5-8B-A1B": Source("LFM2.5-8B-A1B"),
     **{
         f"thinkingmachines/{name}": Source(code=Inkling, stops=("<|content_model_end_sampling|>",))
         for name in ("Inkling", "Inkling-Small", "Inkling-2-Small")
