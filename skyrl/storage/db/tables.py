@@ -21,8 +21,9 @@ from sqlalchemy import (
 from sqlmodel import Field, SQLModel
 
 from skyrl.base.types.weights import WeightsRef
+from skyrl.storage.db.client_tables import CustomLossRow as CustomLossRow
+from skyrl.storage.db.client_tables import UploadRow as UploadRow
 from skyrl.storage.db.columns import ROW_NUMBER, WeightsText
-from skyrl.storage.db.upload_table import UploadRow as UploadRow
 
 _ACTIVE, _OPEN_ADAPTER = text("status = 'active'"), text("status = 'active' AND weights <> 'base'")
 _CLOSED = text("closed_at IS NOT NULL")
@@ -209,20 +210,6 @@ class PictureUseRow(SQLModel, table=True):
     tenant: str
     digest: str
     request_id: str
-    created_at: float
-
-
-class CustomLossRow(SQLModel, table=True):
-    """A custom loss of a session (`skyrl.base.types.custom_loss`). `body` is JSON. See
-    `skyrl.storage.db.custom_losses`."""
-
-    __tablename__ = "custom_losses"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = (UniqueConstraint("session_id", "seq_id"),)
-    id: str = Field(primary_key=True)
-    session_id: str = Field(foreign_key="sessions.id")
-    tenant: str = Field(index=True)
-    seq_id: int
-    body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
     created_at: float
 
 

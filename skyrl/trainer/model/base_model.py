@@ -209,8 +209,8 @@ class BaseModel:
         if not worst <= tolerance:
             raise ConfigError(
                 f"base_model: {self.path} makes other numbers of its output layer's logits than logit_scale, "
-                f"logits_scaling and final_logit_softcapping of its config.json say (relative difference {worst:.2g}, "
-                f"allowed {tolerance:g}); its architecture is not supported"
+                "logits_scaling, logits_mup_width_multiplier and final_logit_softcapping of its config.json say "
+                f"(relative difference {worst:.2g}, allowed {tolerance:g}); its architecture is not supported"
             )
 
 

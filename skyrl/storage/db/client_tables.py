@@ -1,8 +1,8 @@
-"""The table of unfinished uploads, one of those of `skyrl.storage.db.tables`."""
+"""The tables of what clients bring, two of those of `skyrl.storage.db.tables`: unfinished uploads and custom losses."""
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Column
+from sqlalchemy import BigInteger, Column, LargeBinary, UniqueConstraint
 from sqlmodel import Field, SQLModel
 
 
@@ -25,3 +25,17 @@ class UploadRow(SQLModel, table=True):
     most_bytes: int = Field(sa_column=Column(BigInteger, nullable=False))
     created_at: float
     expires_at: float
+
+
+class CustomLossRow(SQLModel, table=True):
+    """A custom loss of a session (`skyrl.base.types.custom_loss`). `body` is JSON. See
+    `skyrl.storage.db.custom_losses`."""
+
+    __tablename__ = "custom_losses"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (UniqueConstraint("session_id", "seq_id"),)
+    id: str = Field(primary_key=True)
+    session_id: str = Field(foreign_key="sessions.id")
+    tenant: str = Field(index=True)
+    seq_id: int
+    body: bytes = Field(sa_column=Column(LargeBinary, nullable=False))
+    created_at: float
