@@ -17,12 +17,10 @@ Knows the SDK and the processes of a server. Fetches no model: DIRECTORY is one 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import statistics
 import subprocess
-import tarfile
 import time
 from collections.abc import Generator
 from contextlib import ExitStack
@@ -35,13 +33,13 @@ import tinker
 from tinker import types
 
 from benchmarks import program
+from benchmarks.machine import ROOT
 from benchmarks.processes import computing_of, cpu_seconds
 from benchmarks.sums import questions, reward
 from benchmarks.table import Row, Target, text_table
 from skyrl.cli.demo.rl import advantages, datum
 from skyrl.cli.demo.server import DemoServer
 
-ROOT = Path(__file__).parents[1]
 OF_BEFORE, OF_TRL = 0.35, 0.2
 """The parts of the time of the commit of `--against 310e1dd5`, and of TRL, that a step may take."""
 TRL_STEPS = 3
@@ -169,13 +167,6 @@ class Trl:
         raise RuntimeError(f"TRL ended with {self._process.wait()}")
 
 
-def _taken_out(commit: str, directory: Path) -> Path:
-    packed = subprocess.run(["git", "-C", str(ROOT), "archive", commit], check=True, capture_output=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(packed)) as files:
-        files.extractall(directory, filter="data")
-    return directory
-
-
 def _arguments() -> argparse.Namespace:
     parser = program.parser("real_step", __doc__)
     parser.add_argument("--model", type=Path, required=True, help="directory of a model with a chat template")
@@ -256,7 +247,7 @@ def main() -> None:
         sides = [Side("now", ROOT, options, stack)]
         if options.against:
             other = Path(stack.enter_context(TemporaryDirectory(prefix="skyrl-before-")))
-            sides.append(Side("before", _taken_out(options.against, other), options, stack))
+            sides.append(Side("before", program.taken_out(options.against, other), options, stack))
         for side in sides:
             side.wait_ready()
         trl = Trl(options, stack) if options.trl else None
