@@ -25,12 +25,18 @@ from skyrl.engine.telemetry import CommandTracing
 from skyrl.engine.threads import EngineSignals, EngineThreads
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.storage.checkpoint_store.base import CheckpointStore
+from skyrl.storage.checkpoint_store.held import HeldVersions
 from skyrl.storage.db.database import FencedDatabase
 from skyrl.storage.doorbell import Doorbell
 from skyrl.trainer.protocol import Backend
 
 BYTES_PER_TOKEN = 20
 """A training token on the wire: 4 bytes of input, 8 of target, 4 each of logprob and advantage."""
+
+
+def held_versions(config: ServerConfig) -> HeldVersions:
+    """The versions that an engine of this configuration has in memory."""
+    return HeldVersions(config.state_dir, config.role.name)
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,7 @@ def build_engine(
     metrics.phases.micro_batch_tokens(backend.micro_batch_tokens)
     scope, run_times, holds = config.role.scope, RunTimes(), Holds()
     threads = EngineThreads(FILES_AT_ONCE)
+    held = held_versions(config)
     # Twice the micro-batch: enough to fill one, and small enough that every model's turn comes soon.
     scheduler = Scheduler(2 * backend.micro_batch_tokens * BYTES_PER_TOKEN)
     snapshots = Snapshots(config, database, backend)
@@ -119,7 +126,7 @@ def build_engine(
     execution = Execution(
         database,
         backend,
-        ExclusiveCommands(config, database, backend, store, threads),
+        ExclusiveCommands(config, database, backend, store, threads, held),
         snapshots,
         settlement,
         ledger,
@@ -134,7 +141,7 @@ def build_engine(
         losses,
     )
     file_commands = FileCommands(log, scheduler, execution, signals)
-    sweeper = FileSweeper(config, database, store, database.confirm_claim, lambda: scheduler.saving)
+    sweeper = FileSweeper(config, database, store, database.confirm_claim, lambda: scheduler.saving, held)
     sweep = Sweep(sweeper, group, signals)
     engine = Engine(
         signals,

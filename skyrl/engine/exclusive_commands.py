@@ -22,6 +22,7 @@ from skyrl.base.wire.requests import LoadWeightsCommand, OptimStepRequest
 from skyrl.engine.saving import ExclusiveResult, Saves
 from skyrl.engine.threads import EngineThreads
 from skyrl.storage.checkpoint_store.base import CheckpointStore
+from skyrl.storage.checkpoint_store.held import HeldVersions
 from skyrl.storage.db import audit, checkpoints, futures
 from skyrl.storage.db.database import Connection, FencedDatabase
 from skyrl.storage.db.models import ModelRecord, find_model, set_status
@@ -67,13 +68,14 @@ class ExclusiveCommands:
         backend: Backend,
         store: CheckpointStore,
         threads: EngineThreads,
+        held: HeldVersions,
     ) -> None:
         self._own = config.role.own
         self._database = database
         self._backend = backend
         self._store = store
         self._threads = threads
-        saves = Saves(config, database, backend, store)
+        saves = Saves(config, database, backend, store, held)
         self._handlers: dict[Kind, Callable[[Command, bytes, ModelRecord], ExclusiveResult]] = {
             Kind.CREATE_MODEL: self._create_model,
             Kind.OPTIM_STEP: self._optim_step,

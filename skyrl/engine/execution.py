@@ -295,11 +295,12 @@ class Execution:
 
     def _run_and_settle(self, command: Command, body: bytes) -> Outcome:
         change: Change | None = None
+        copy: Callable[[], None] | None = None
         started = time.perf_counter()
         try:
             ran = self._exclusive_commands.run(command, body)
             outcome = Outcome(encode_json(ran.result))
-            change = ran.change
+            change, copy = ran.change, ran.copy
             if command.kind is Kind.OPTIM_STEP and command.model_id is not None:
                 rate = ran.result["metrics"].get("learning_rate")
                 change = run_steps.end_step(command.model_id, time.perf_counter() - started, rate)
@@ -311,7 +312,10 @@ class Execution:
             if isinstance(error, Displaced) or is_transient(error):  # the next engine runs the command
                 raise
             outcome, change = failed(error, command), fails_model(command)
-        self._settlement.settle([(command.request_id, outcome)], change, power_safe=command.kind in SAVES)
+        power_safe = command.kind in SAVES and copy is None
+        self._settlement.settle([(command.request_id, outcome)], change, power_safe=power_safe)
+        if copy is not None:
+            self._threads.later_on_files(copy)
         return outcome
 
     def _begin(self, commands: Sequence[Command]) -> float:

@@ -21,7 +21,7 @@ from skyrl.base.model_files import model_config
 from skyrl.base.types.context_limits import ContextLimits
 from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.engine.activity import Heartbeat
-from skyrl.engine.build import EngineParts, build_engine
+from skyrl.engine.build import EngineParts, build_engine, held_versions
 from skyrl.engine.colocated_sampling import ColocatedSampler
 from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.metrics import EngineMetrics
@@ -203,6 +203,7 @@ async def run(runtime: Runtime) -> None:
             await unfenced.read_async(lambda c: read_state(c, config.role.state_keys[:1]))
         ).heartbeat_at  # 0 unless an engine has died
         await asyncio.to_thread(state.training, ready=False, reason=LOADING)
+        await asyncio.to_thread(held_versions(config).copy_all)
         await asyncio.to_thread(adopt_adapters, config, database, store)  # before a vLLM may ask for adapters
         if config.full_finetuning:
             await asyncio.to_thread(adopt_full_weights, config, database, store)

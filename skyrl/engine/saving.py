@@ -10,15 +10,18 @@ Knows which rows a save writes. Deletes no checkpoint: the sweeper deletes files
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pyrage
 
+from skyrl.base.adapter_files import MAX_CONFIG_BYTES, file_shapes, most_bytes
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.requests import Command
 from skyrl.base.types.weights import AdapterVersion, FullWeights, Scope, WeightsRef
@@ -29,6 +32,7 @@ from skyrl.base.wire.requests import SaveWeightsExternalRequest, SaveWeightsForS
 from skyrl.engine.save_limits import SaveLimits
 from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored
 from skyrl.storage.checkpoint_store.directories import atomic_directory, link_files, remove, safe_name, sizes_of
+from skyrl.storage.checkpoint_store.held import HeldVersions
 from skyrl.storage.checkpoint_store.versions import version_directory, version_key
 from skyrl.storage.db import audit, checkpoints, full_weights, usage
 from skyrl.storage.db.checkpoints import Checkpoint
@@ -37,15 +41,19 @@ from skyrl.storage.db.models import ModelRecord, set_model
 from skyrl.storage.db.samplers import Sampler, add_sampler, sampler_exists
 from skyrl.trainer.protocol import AdapterDtype, Backend
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class ExclusiveResult:
     """`result` is the JSON for the client. `change` runs in the transaction that stores the result. `weights` are a
-    new version, to bring to the inference servers."""
+    new version, to bring to the inference servers. `copy`: the version is held in memory; call this when the result is
+    stored, to put its files on the disk. Until then a loss of power may lose the version."""
 
     result: dict[str, Any]
     change: Change | None = None
     weights: AdapterVersion | FullWeights | None = None
+    copy: Callable[[], None] | None = None
 
 
 MAX_TTL_S = 10 * 365 * 86_400
@@ -56,12 +64,18 @@ class Saves:
     errors of the checkpoint store."""
 
     def __init__(
-        self, config: ServerConfig, database: FencedDatabase, backend: Backend, store: CheckpointStore
+        self,
+        config: ServerConfig,
+        database: FencedDatabase,
+        backend: Backend,
+        store: CheckpointStore,
+        held: HeldVersions,
     ) -> None:
         self._config = config
         self._database = database
         self._backend = backend
         self._store = store
+        self._held = held
         self._limits = SaveLimits(config, database)
 
     def weights(self, command: Command, body: bytes, model: ModelRecord) -> ExclusiveResult:
@@ -92,11 +106,16 @@ class Saves:
             path = self._path("sampler_weights", model, request)
         else:
             self._check_unnamed(model, request)
-        key = None
+        key, copy = None, None
         if not self._config.weights_travel:
             weights = self._unwritten_version(model)
-            directory = self._write_version(weights)
-            sizes = sizes_of(directory)
+            directory = version_directory(self._config.state_dir, weights)
+            sizes = self._hold(model, weights, directory) if path is None else None
+            if sizes is None:
+                self._write_version(weights, directory)
+                sizes = sizes_of(directory)
+            else:
+                copy = partial(self._copy, directory)
         else:
             weights = self._take_version(model)
             key = version_key(weights)
@@ -105,7 +124,8 @@ class Saves:
                 sizes = sizes_of(directory)
         count_version = _counted(model, weights, self._config.role.scope)
         if path is None:
-            return self._open_session(model, request, weights, sum(sizes.values()), count_version)
+            opened = self._open_session(model, request, weights, sum(sizes.values()), count_version)
+            return replace(opened, copy=copy)
         if key is None:
             stored = self._store_named(
                 command, model, request, path, lambda scratch: link_files(directory, scratch), weights=weights
@@ -143,14 +163,36 @@ class Saves:
             return False
         return True
 
-    def _write_version(self, weights: AdapterVersion | FullWeights) -> Path:
-        directory = version_directory(self._config.state_dir, weights)
+    def _hold(
+        self, model: ModelRecord, weights: AdapterVersion | FullWeights, directory: Path
+    ) -> dict[str, int] | None:
+        """Put the files of an adapter into memory, where the vLLM that this server runs finds them. Returns their sizes
+        by name; None if they must be written to the disk."""
+        if isinstance(weights, FullWeights) or not self._config.modes.manages_inference:
+            return None
+        rank = max(model.lora.rank, *(rank for _, rank in model.lora.rank_pattern), 0)
+        size = MAX_CONFIG_BYTES + most_bytes(file_shapes(self._backend.layers_of(model.lora), rank))
+
+        def write(memory: Path) -> None:
+            self._backend.save_adapter(model.id, memory, dtype=self._dtype_of(weights))
+
+        return self._held.write(directory, size, write)
+
+    def _copy(self, directory: Path) -> None:
+        """Put the files of a held version on the disk, and make its row as safe. A failure is logged, and the sweep
+        tries again."""
+        try:
+            self._held.copy(directory)
+            self._database.sync()
+        except OSError as error:
+            logger.warning("%s is in memory alone: it could not be copied to the disk: %s", directory, error)
+
+    def _write_version(self, weights: AdapterVersion | FullWeights, directory: Path) -> None:
         if isinstance(weights, FullWeights):
             self._database.confirm_claim()  # the server that has it now may have written this version
             remove(directory)  # left by an engine that died between the rename and the commit
         with atomic_directory(directory) as scratch:
             self._backend.save_adapter(weights.model_id, scratch, dtype=self._dtype_of(weights))
-        return directory
 
     def _dtype_of(self, weights: AdapterVersion | FullWeights) -> AdapterDtype | None:
         """None: the backend takes what vLLM computes in."""

@@ -45,6 +45,7 @@ from skyrl.storage.checkpoint_store.directories import (
     safe_name,
     subdirectories,
 )
+from skyrl.storage.checkpoint_store.held import HeldVersions
 from skyrl.storage.checkpoint_store.versions import model_of, version_at, version_directory, version_in, version_key
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.checkpoints import Checkpoint, pop_expired, store_keys
@@ -105,6 +106,7 @@ class FileSweeper:
         store: CheckpointStore,
         confirm_claim: Callable[[], object] = lambda: None,
         saving: Callable[[], Collection[str]] = lambda: (),
+        held: HeldVersions | None = None,
     ) -> None:
         """`confirm_claim` is called before each deletion. It raises when this server has lost the claim: the files
         may then belong to another server.
@@ -119,6 +121,7 @@ class FileSweeper:
         self._store = store
         self._confirm_claim = confirm_claim
         self._saving = saving
+        self._held = held
         self._deletable_at: dict[AdapterVersion, float] = {}
         """By unloaded adapter, when its files may be deleted, in seconds since the epoch."""
         self._stored: dict[AdapterVersion, float] = {}
@@ -173,6 +176,8 @@ class FileSweeper:
                 if adapter in unused:
                     self._delete_adapter(adapter)
                 del self._deletable_at[adapter]
+        if self._held is not None:
+            self._held.copy_all()  # what could not be copied before
         self._sweep_full_weights()
         self._delete_leftovers()
         try:

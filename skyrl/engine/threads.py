@@ -40,6 +40,14 @@ class EngineThreads:
         """Run on a file thread."""
         return await self._loop.run_in_executor(self._files, work)
 
+    def later_on_files(self, work: Callable[[], None]) -> None:
+        """Run on a file thread, and do not wait; at once while the threads shut down. Called on a file thread. `work`
+        raises nothing."""
+        try:
+            self._files.submit(work)
+        except RuntimeError:
+            work()
+
     def wait_for_backend(self, work: Callable[[], T]) -> T:
         """Run on the backend thread, and wait. A call from the backend thread itself would wait for ever."""
         return self._backend.submit(work).result()

@@ -16,6 +16,7 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.remote.references import reference_to
 from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError, in_store
 from skyrl.storage.checkpoint_store.directories import fetch
+from skyrl.storage.checkpoint_store.held import leads_nowhere
 from skyrl.storage.checkpoint_store.versions import version_directory, version_key
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,17 @@ class AdapterMissing(Exception):
     def __init__(self, adapter: AdapterVersion) -> None:
         super().__init__(f"the files of adapter {adapter.name} are gone")
         self.adapter = adapter
+
+
+class AdapterLost(AdapterMissing):
+    """The version was in memory alone when the machine lost its power."""
+
+    def __init__(self, adapter: AdapterVersion) -> None:
+        super().__init__(adapter)
+        self.sentence = (
+            f"the weights {adapter.name} are lost: the server's machine lost its power before they were on its disk. "
+            "Save the weights again"
+        )
 
 
 class AdapterUnavailable(Exception):
@@ -59,8 +71,8 @@ class AdapterHost(Protocol):
         """Make the version's files readable by the replica. Returns their directory as the replica sees it, or
         a reference by which the replica's node finds them.
 
-        Raises AdapterMissing when the files are gone and no checkpoint holds them, AdapterUnavailable when the files
-        cannot be brought for any other reason."""
+        Raises AdapterMissing when the files are gone and no checkpoint holds them (AdapterLost: with the machine's
+        power), AdapterUnavailable when the files cannot be brought for any other reason."""
         ...
 
 
@@ -88,6 +100,8 @@ class SharedDirectory:
             directory = version_directory(state_dir, adapter)
             if await asyncio.to_thread(lambda: state_dir.is_dir() and not directory.is_dir()):
                 await self._fetch(adapter, directory)
+            if await asyncio.to_thread(lambda: directory.is_dir() and leads_nowhere(directory)):
+                raise AdapterLost(adapter)
         except AdapterMissing:
             raise
         except Exception as error:  # a full disk, an unreachable database or checkpoint store

@@ -29,7 +29,7 @@ from skyrl.http.answers import Answer
 from skyrl.http.client import HttpClient
 from skyrl.http.connection import Interrupted, NotAccepted
 from skyrl.inference import vllm_client
-from skyrl.inference.adapter_host import AdapterHost, AdapterMissing, AdapterUnavailable
+from skyrl.inference.adapter_host import AdapterHost, AdapterLost, AdapterMissing, AdapterUnavailable
 from skyrl.inference.metrics import AdapterMetrics, Load
 from skyrl.sampling.adapter_probe import AdapterProbe
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob
@@ -396,6 +396,8 @@ class AdapterLoads:
         failure = f"the inference server lost adapter {adapter.name} and cannot load it again"
         try:
             directory = await self._host.bring(adapter)
+        except AdapterLost as error:
+            raise FailedRequest(error.sentence, ErrorCategory.USER) from error
         except AdapterMissing as error:
             raise server_failure(f"{failure}: {error}") from error
         except AdapterUnavailable as error:

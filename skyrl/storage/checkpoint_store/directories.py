@@ -67,22 +67,28 @@ def remove_empty(directory: Path) -> None:
 def atomic_directory(target: Path) -> Iterator[Path]:
     """Yields an empty directory to fill. After the block it is synced and renamed to `target`, which must not exist. If
     anything fails, it is removed."""
-    scratch = scratch_in(target.parent)
+    scratch = make_scratch(target.parent)
+    try:
+        yield scratch
+        for path in scratch.rglob("*"):
+            sync(path)
+        os.utime(scratch)  # so that its age does not include the time to write the files
+        sync(scratch)
+        scratch.rename(target)
+        sync(target.parent)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def make_scratch(parent: Path) -> Path:
+    """A new, incomplete directory in `parent`, which is made if it does not exist."""
+    scratch = scratch_in(parent)
     try:
         _make(scratch)
     except (FileNotFoundError, FileExistsError):  # a sweep has deleted the parent, which was empty
         _make(scratch)
-    try:
-        yield scratch
-        for path in scratch.rglob("*"):
-            _sync(path)
-        os.utime(scratch)  # so that its age does not include the time to write the files
-        _sync(scratch)
-        scratch.rename(target)
-        _sync(target.parent)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+    return scratch
 
 
 def _make(directory: Path) -> None:
@@ -90,7 +96,8 @@ def _make(directory: Path) -> None:
     directory.mkdir()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Bring a file's bytes, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sqlite3
 import threading
 import time
@@ -178,6 +179,16 @@ class Database:
     async def read_async(self, query: Callable[[Connection], T]) -> T:
         """`read` on a worker thread."""
         return await asyncio.to_thread(self.read, query)
+
+    def sync(self) -> None:
+        """After this call all commits so far, of every process, survive a loss of power. Raises OSError."""
+        log = None if self.file is None else self.file.with_name(f"{self.file.name}-wal")
+        if log is not None and log.exists():
+            descriptor = os.open(log, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def log_bytes(self) -> int:
         """Size of SQLite's write-ahead log; 0 without one."""

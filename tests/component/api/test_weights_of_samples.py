@@ -89,6 +89,23 @@ async def test_samples_fail_if_the_adapters_files_are_lost(world: World, upstrea
     assert upstream.loads == []
 
 
+async def test_a_sample_of_weights_that_were_lost_with_the_power_says_to_save_again(
+    world: World, upstream: FakeUpstream
+) -> None:
+    trainer = await world.trainer()
+    saved = await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+    directory = world.harness.adapter(AdapterVersion.of(trainer.model_id, 1))
+    shutil.rmtree(directory)
+    directory.mkdir()
+    (directory / "adapter_model.safetensors").symlink_to(directory / "gone")
+    upstream.adapters = set()
+    failed = await sampled(world, saved["sampling_session_id"])
+    assert failed.error_category == "user"
+    assert failed.error is not None
+    assert failed.error.endswith("Save the weights again")
+    assert upstream.loads == []
+
+
 async def test_full_weights_are_refused_with_a_reason(world: World, upstream: FakeUpstream) -> None:
     trainer, database = await world.trainer(), world.harness.database
     path = (await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="all"))["path"]

@@ -19,7 +19,7 @@ from sqlalchemy.exc import OperationalError
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, SharedDirectory
+from skyrl.inference.adapter_host import AdapterLost, AdapterMissing, AdapterUnavailable, SharedDirectory
 from skyrl.storage.checkpoint_store import directories
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError, in_store
 from skyrl.storage.checkpoint_store.registry import open_store
@@ -87,6 +87,21 @@ async def test_an_adapter_without_files_and_stored_copy_raises_adapter_missing(
         await host_on(config.state_dir, store, keys).bring(ADAPTER)
     assert caught.value.adapter == ADAPTER
     assert not version_directory(config.state_dir, ADAPTER).exists()
+
+
+async def test_links_to_memory_that_is_gone_raise_adapter_lost(config: ServerConfig, store: CheckpointStore) -> None:
+    """The machine has lost its power before the files were on its disk."""
+    directory, memory = version_directory(config.state_dir, ADAPTER), config.state_dir / "memory"
+    write(memory)
+    directory.mkdir(parents=True)
+    for name in FILES:
+        (directory / name).symlink_to(memory / name)
+    host = host_on(config.state_dir, store, {})
+    assert files_in(await host.bring(ADAPTER)) == FILES
+    shutil.rmtree(memory)
+    with pytest.raises(AdapterLost) as caught:
+        await host.bring(ADAPTER)
+    assert "Save the weights again" in caught.value.sentence
 
 
 async def test_a_full_disk_or_an_unreachable_database_or_store_raises_adapter_unavailable(

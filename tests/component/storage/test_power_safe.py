@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_harness import Trainer, harness_in
+from engine_harness import Trainer, harness_in, until
 
 from skyrl.base.types.requests import Kind
+from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.db.database import Database
 
 AFTER_EVERY_STEP_S = 0.000_001
@@ -54,6 +55,19 @@ async def test_saves_and_snapshots_are_synced_before_their_commit(tmp_path: Path
             assert [name for name in written if name.endswith(".safetensors")]
             assert written[0] != COMMIT
         assert save[-1] == COMMIT
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux: reads names of open files in /proc")
+async def test_an_unnamed_save_is_synced_after_its_commit(tmp_path: Path, events: list[str]) -> None:
+    async with harness_in(tmp_path / "state") as harness:
+        await harness.start()
+        trainer = await Trainer.create(harness)
+        events.clear()
+        await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+        await until(lambda: "skyrl.db-wal" in events)
+        assert COMMIT not in events
+        assert sorted(events[:2]) == ["adapter_config.json", "adapter_model.safetensors"]
+        assert events[2:] == ["v000001", safe_name(trainer.model_id), "skyrl.db-wal"], "the row comes last"
 
 
 def test_a_power_safe_commit_syncs_the_log(tmp_path: Path) -> None:
