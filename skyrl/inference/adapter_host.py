@@ -16,6 +16,7 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.remote.references import reference_to
 from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError, in_store
 from skyrl.storage.checkpoint_store.directories import fetch
+from skyrl.storage.checkpoint_store.held import ON_ITS_WAY_S as ON_ITS_WAY_S
 from skyrl.storage.checkpoint_store.held import leads_nowhere
 from skyrl.storage.checkpoint_store.versions import version_directory, version_key
 
@@ -98,10 +99,16 @@ class SharedDirectory:
         try:
             state_dir = self._state_dir()
             directory = version_directory(state_dir, adapter)
-            if await asyncio.to_thread(lambda: state_dir.is_dir() and not directory.is_dir()):
+
+            def is_there() -> bool:
+                if not directory.is_dir():
+                    return not state_dir.is_dir()
+                if leads_nowhere(directory):
+                    raise AdapterLost(adapter)
+                return True
+
+            if not await asyncio.to_thread(is_there):
                 await self._fetch(adapter, directory)
-            if await asyncio.to_thread(lambda: directory.is_dir() and leads_nowhere(directory)):
-                raise AdapterLost(adapter)
         except AdapterMissing:
             raise
         except Exception as error:  # a full disk, an unreachable database or checkpoint store

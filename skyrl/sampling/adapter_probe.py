@@ -151,7 +151,7 @@ def _enlarge(directory: Path, probe: Path) -> bool:
     probe.mkdir(parents=True)
     source = directory / PEFT_TENSORS
     try:
-        os.link(source, probe / PEFT_TENSORS)
+        os.link(source.resolve(), probe / PEFT_TENSORS)
     except OSError:
         shutil.copyfile(source, probe / PEFT_TENSORS)
     config = json.loads((directory / PEFT_JSON).read_bytes())

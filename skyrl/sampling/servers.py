@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from skyrl.http.answers import Answer
 from skyrl.http.client import HttpClient
 from skyrl.http.connection import Interrupted, NotAccepted
 from skyrl.inference import vllm_client
-from skyrl.inference.adapter_host import AdapterHost, AdapterLost, AdapterMissing, AdapterUnavailable
+from skyrl.inference.adapter_host import ON_ITS_WAY_S, AdapterHost, AdapterLost, AdapterMissing, AdapterUnavailable
 from skyrl.inference.metrics import AdapterMetrics, Load
 from skyrl.sampling.adapter_probe import AdapterProbe
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob
@@ -372,6 +373,8 @@ class AdapterLoads:
         self._counts = counts
         self._metrics = metrics or AdapterMetrics()
         self._loading: dict[tuple[str, int, str], asyncio.Task[bool]] = {}
+        self._not_found: dict[str, float] = {}
+        """By adapter that another one's server did not find: when it was first asked, in monotonic seconds."""
 
     async def load(self, adapter: AdapterVersion, endpoint: Endpoint) -> bool:
         """Whether the adapter is loaded; if not, the server cannot be reached or is dying.
@@ -419,13 +422,22 @@ class AdapterLoads:
             return True
         if vllm_client.is_missing(answer.status, answer.body):
             raise server_failure(f"{failure}: {AdapterMissing(adapter)}")
-        if vllm_client.is_to_repeat(answer.status, answer.body):
+        if vllm_client.is_to_repeat(answer.status, answer.body) or self._may_come(adapter.name, answer.status):
             error = AdapterUnavailable(adapter, RuntimeError(describe(answer)))
             logger.warning("%s; samples from it wait (%s)", error, error.reason)
             raise error
         if answer.status >= 500 and await health_of(self._transport, endpoint, self._headers) is not Health.ALIVE:
             return False
         raise server_failure(f"{failure}: {describe(answer)}")
+
+    def _may_come(self, name: str, status: int) -> bool:
+        """Whether another one's server may find the files later: on another host they are there once the training
+        server has them on its disk (`skyrl.storage.checkpoint_store.held`)."""
+        if status != 404 or self._probe is None:
+            return False
+        now = time.monotonic()
+        self._not_found = {each: at for each, at in self._not_found.items() if at > now - LOAD_TIMEOUT_S}
+        return self._not_found.setdefault(name, now) > now - ON_ITS_WAY_S
 
     async def close(self) -> None:
         loads = list(self._loading.values())

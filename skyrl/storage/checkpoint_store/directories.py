@@ -126,7 +126,7 @@ def link_tree(source: Path, target: Path) -> None:
 
 def _link(file: str | Path, target: str | Path) -> None:
     try:
-        os.link(file, target)
+        os.link(os.path.realpath(file), target)  # not a link to memory (`held`) itself
     except OSError:
         shutil.copyfile(file, target)
 

@@ -36,10 +36,22 @@ _OWNER = "state-dir"
 memory must come to the state directory."""
 
 
+ON_ITS_WAY_S = 10.0
+"""How long a host that sees the state directory, and not the memory, waits for a version's files."""
+
+
+class NotHere(OSError):
+    """A version is in the memory of another host, and will soon be on the disk."""
+
+
 def leads_nowhere(directory: Path) -> bool:
-    """Whether a version's directory has links to memory that is gone. Raises OSError."""
+    """Whether a version's directory has links to memory that is gone. Raises NotHere while the memory may be another
+    host's, and OSError."""
     with os.scandir(directory) as entries:
-        return any(entry.is_symlink() and not os.path.exists(entry.path) for entry in entries)
+        gone = any(entry.is_symlink() and not os.path.exists(entry.path) for entry in entries)
+    if gone and directory.stat().st_mtime > time.time() - ON_ITS_WAY_S:
+        raise NotHere(f"{directory} is not on the disk yet")
+    return gone
 
 
 class HeldVersions:

@@ -171,3 +171,13 @@ async def test_where_nothing_can_be_compared_the_adapter_is_used(tmp_path: Path)
         for number in (3, 4):
             await case.sample(number)
         assert case.loaded == ["m@1", "m@2", PROBE, "m@3", "m@4"], "a server that does not answer is not asked again"
+
+
+async def test_files_that_are_not_on_the_disk_yet_are_waited_for(tmp_path: Path) -> None:
+    """The training server, on another host, has them in its memory (`skyrl.storage.checkpoint_store.held`)."""
+    async with case_in(tmp_path) as case:
+        case.moves_by(0.0)
+        answers = iter([error(404, "No adapter found"), reply(200, "Success: added", "text/plain")])
+        case.server.on_load = lambda request, writer: next(answers)(request, writer)
+        await case.sample(1)
+        assert case.loaded == ["m@1", "m@1"]

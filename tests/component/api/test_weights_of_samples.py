@@ -3,6 +3,7 @@ and answers that other weights have begun, which are given to nobody."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -98,6 +99,7 @@ async def test_a_sample_of_weights_that_were_lost_with_the_power_says_to_save_ag
     shutil.rmtree(directory)
     directory.mkdir()
     (directory / "adapter_model.safetensors").symlink_to(directory / "gone")
+    os.utime(directory, (0, 0))
     upstream.adapters = set()
     failed = await sampled(world, saved["sampling_session_id"])
     assert failed.error_category == "user"

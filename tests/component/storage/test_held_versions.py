@@ -15,7 +15,7 @@ import pytest
 
 from skyrl.storage.checkpoint_store import held as module
 from skyrl.storage.checkpoint_store.directories import remove
-from skyrl.storage.checkpoint_store.held import SHARED_MEMORY, HeldVersions, leads_nowhere
+from skyrl.storage.checkpoint_store.held import SHARED_MEMORY, HeldVersions, NotHere, leads_nowhere
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights" * 1000}
 MOST_BYTES = 10_000
@@ -194,6 +194,9 @@ def test_a_loss_of_power_leaves_links_that_lead_nowhere(state: Path, version: Pa
     assert held.write(version, MOST_BYTES, write) is not None
     assert not leads_nowhere(version)
     shutil.rmtree(memory)
+    with pytest.raises(NotHere):
+        leads_nowhere(version)
+    os.utime(version, (0, 0))
     assert leads_nowhere(version)
     HeldVersions(state).copy_all()
     assert leads_nowhere(version)
