@@ -1,6 +1,6 @@
 """Seconds from an optimizer step to the first token of the new weights, through the SDK and a whole server.
 
-    python -m benchmarks.hand_over [--model DIRECTORY] [--rank 32] [--against COMMIT] [--in-flight 0 32] [--rounds 24]
+    python -m benchmarks.hand_over [--model DIRECTORY] [--rank 32] [--against COMMIT] [--in-flight 0 32] [--rounds 16]
 
 A round trains one step on one short sequence, saves the weights (`save_weights_and_get_sampling_client`), samples one
 token of the new version, and one more of the same version: what the second takes is what no hand-over could do without.
@@ -44,8 +44,8 @@ P50, P99 = 0.2, 0.25
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 LOAD_TOKENS = 64
 READY_S = 300.0
-UNCOUNTED = 2
-"""The first rounds, in which caches get warm."""
+TURN, UNCOUNTED = 8, 2
+"""Rounds of a side before the other one's, after those in which caches get warm."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,8 @@ class Side:
             yield
             return
         command = [sys.executable, "-m", "benchmarks.hand_over_load", self.server.url, str(self._options.model)]
-        process = subprocess.Popen(
-            [*command, str(in_flight), str(LOAD_TOKENS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
-        )
+        command += [str(in_flight), str(LOAD_TOKENS)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
         assert process.stdin
         assert process.stdout
         try:
@@ -144,8 +143,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--against", metavar="COMMIT", help="take turns with a server of this commit")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[0, 32])
-    parser.add_argument("--rounds", type=int, default=24, help="of each side, for each number in flight")
-    parser.add_argument("--turn", type=int, default=8, help="rounds of a side before the other one's")
+    parser.add_argument("--rounds", type=int, default=16, help="of each side, for each number in flight")
     parser.add_argument("--quick", action="store_true", help="a quarter of the rounds")
     parser.add_argument("--out", type=Path, default=Path("out/bench/hand-over.json"))
     return parser.parse_args()
@@ -155,10 +153,10 @@ def _measured(sides: list[Side], in_flight: int, options: argparse.Namespace) ->
     """The rounds of each side. Of two sides the one that begins alternates."""
     found: dict[str, list[Round]] = {side.name: [] for side in sides}
     rounds = options.rounds // 4 if options.quick else options.rounds
-    for number, first in enumerate(range(0, rounds, options.turn)):
+    for number, first in enumerate(range(0, rounds, TURN)):
         for side in sides if number % 2 == 0 else sides[::-1]:
             with side.loaded(in_flight):
-                rest = min(options.turn, rounds - first) + UNCOUNTED
+                rest = min(TURN, rounds - first) + UNCOUNTED
                 found[side.name] += [side.round() for _ in range(rest)][UNCOUNTED:]
     return found
 
@@ -168,16 +166,8 @@ def _rows(found: dict[str, list[Round]], in_flight: int) -> list[Row]:
         return quantile([getattr(each, field) * 1e3 for each in found[name]], q) if name in found else None
 
     rows = []
-    for field, q, share in (
-        ("hand_over_s", 0.5, P50),
-        ("hand_over_s", 0.99, P99),
-        ("save_s", 0.5, None),
-        ("save_s", 0.99, None),
-        ("first_s", 0.5, None),
-        ("again_s", 0.5, None),
-        ("step_s", 0.5, None),
-        ("cpu_s", 0.5, None),
-    ):
+    parts = [(f"{name}_s", 0.5, None) for name in ("save", "first", "again", "step", "cpu")]
+    for field, q, share in (("hand_over_s", 0.5, P50), ("hand_over_s", 0.99, P99), *parts):
         before = of("before", field, q)
         target = Target(share * before) if share and before is not None else None
         what = f"{in_flight} in flight: {field.removesuffix('_s').replace('_', ' ')} p{q * 100:.0f}"
