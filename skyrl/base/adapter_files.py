@@ -130,31 +130,40 @@ class StoredTensor:
     end: int
 
 
-def _read_header(file: Path, most: int) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, in their order. Raises DoesNotFit for a file that is none."""
+def header_of(file: Path, most: int) -> tuple[int, dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]]]:
+    """The byte at which the numbers of a safetensors file begin, and of each tensor its dtype, shape and place: two
+    bytes from there. Looks at no dtype and no place. Raises DoesNotFit for a file that has no header of at most `most`
+    bytes."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(most, size - 8):
-            raise DoesNotFit(f"{PEFT_TENSORS} is no safetensors file, or is incomplete: its header has {length} bytes")
+            raise DoesNotFit(f"{file.name} is no safetensors file, or is incomplete: its header has {length} bytes")
         header = stream.read(length)
     try:
         described = json.loads(header)
         described.pop("__metadata__", None)
-        places = {name: tuple(map(int, one["data_offsets"])) for name, one in described.items()}
-        shapes = {name: tuple(map(int, one["shape"])) for name, one in described.items()}
-        dtypes = {name: str(one["dtype"]) for name, one in described.items()}
+        return 8 + length, {
+            name: (str(one["dtype"]), tuple(map(int, one["shape"])), tuple(map(int, one["data_offsets"])))
+            for name, one in described.items()
+        }
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise DoesNotFit(f"{PEFT_TENSORS} is no safetensors file: its header cannot be read") from error
-    first, at = 8 + length, 0
+        raise DoesNotFit(f"{file.name} is no safetensors file: its header cannot be read") from error
+
+
+def _read_header(file: Path, most: int) -> dict[str, StoredTensor]:
+    """The tensors of an adapter's file, in their order. Raises DoesNotFit for a file that is none."""
+    size = file.stat().st_size
+    first, described = header_of(file, most)
+    at = 0
     found: dict[str, StoredTensor] = {}
-    for name, place in sorted(places.items(), key=lambda each: each[1]):
-        if dtypes[name] not in _BYTES:
-            raise DoesNotFit(f"{PEFT_TENSORS}: {name} is {dtypes[name]}; allowed are {', '.join(_BYTES)}")
-        end = at + _BYTES[dtypes[name]] * math.prod(shapes[name])
-        if place != (at, end) or any(each < 1 for each in shapes[name]):
-            raise DoesNotFit(f"{PEFT_TENSORS}: the bytes of {name} do not fit to its shape {list(shapes[name])}")
-        found[name] = StoredTensor(dtypes[name], shapes[name], first + at, first + end)
+    for name, (dtype, shape, place) in sorted(described.items(), key=lambda each: each[1][2]):
+        if dtype not in _BYTES:
+            raise DoesNotFit(f"{PEFT_TENSORS}: {name} is {dtype}; allowed are {', '.join(_BYTES)}")
+        end = at + _BYTES[dtype] * math.prod(shape)
+        if place != (at, end) or any(each < 1 for each in shape):
+            raise DoesNotFit(f"{PEFT_TENSORS}: the bytes of {name} do not fit to its shape {list(shape)}")
+        found[name] = StoredTensor(dtype, shape, first + at, first + end)
         at = end
     if first + at != size:
         raise DoesNotFit(f"{PEFT_TENSORS} has {size} bytes, and its header describes {first + at}: it is incomplete")

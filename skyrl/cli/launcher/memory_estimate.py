@@ -20,7 +20,6 @@ Reads the headers of the weights' files, and no weights.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import defaultdict
@@ -29,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl.base.adapter_files import DoesNotFit, header_of
 from skyrl.base.config.pass_memory import FLOAT_BYTES, FULL_BYTES, Passing, Widths
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.model_files import model_config, whole_config
@@ -110,19 +110,12 @@ def _bits(whole: dict[str, Any]) -> int | None:
 
 
 def _parameters(file: Path, bits: int | None) -> int:
-    """The parameters in a file of safetensors: eight bytes with the length of the header, and the header in JSON. 0 for
-    a file that is none. `bits`: see `_bits`."""
+    """The parameters in a file of safetensors. 0 for a file that is none. `bits`: see `_bits`."""
     try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
-        return sum(
-            math.prod(tensor["shape"]) * _parameters_of_element(name, bits)
-            for name, tensor in header.items()
-            if name != "__metadata__"
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        _, tensors = header_of(file, _LONGEST_HEADER)
+    except (OSError, DoesNotFit):
         return 0
+    return sum(math.prod(shape) * _parameters_of_element(name, bits) for name, (_, shape, _) in tensors.items())
 
 
 def _parameters_of_element(name: str, bits: int | None) -> int:
