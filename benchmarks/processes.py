@@ -7,19 +7,21 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-PARTS = {"api": "skyrl.api.server", "engine": "skyrl.engine.main"}
+from skyrl.runtime.processes.usage import (
+    ENGINE,
+    TICKS_PER_S,
+    cpu_of,
+    forget_peak_of,
+    parts_of_server,
+    peak_resident_bytes,
+    resident_bytes,
+    status_of,
+)
+from skyrl.runtime.processes.usage import cpu_seconds as cpu_seconds
+
+MIB = 2**20
+PARTS = {"api": "skyrl.api.server", "engine": ENGINE}
 """The module of each process of a server, except for the launcher."""
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system CPU time of all threads of a process."""
-    return _cpu_of(Path(f"/proc/{pid}/stat"))
-
-
-def _cpu_of(stat: Path) -> float:
-    fields = stat.read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 def thread_seconds(pid: int) -> dict[int, float]:
@@ -27,7 +29,7 @@ def thread_seconds(pid: int) -> dict[int, float]:
     found: dict[int, float] = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
-            found[int(task.name)] = _cpu_of(task / "stat")
+            found[int(task.name)] = cpu_of(task / "stat")
     return found
 
 
@@ -38,20 +40,12 @@ def busy_seconds() -> float:
     return (sum(fields) - idle - waiting) / TICKS_PER_S
 
 
-def _status(pid: int, key: str) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1])
-    raise KeyError(key)
-
-
 def resident_mb(pid: int) -> float:
-    return _status(pid, "VmRSS") / 1024
+    return resident_bytes(pid) / MIB
 
 
 def peak_resident_mb(pid: int) -> float:
-    """The largest resident memory of the process so far."""
-    return _status(pid, "VmHWM") / 1024
+    return peak_resident_bytes(pid) / MIB
 
 
 def forget_peak() -> None:
@@ -60,19 +54,8 @@ def forget_peak() -> None:
     forget_peak_of(os.getpid())
 
 
-def forget_peak_of(pid: int) -> None:
-    """The peak of a process of this user counts from now on."""
-    Path(f"/proc/{pid}/clear_refs").write_text("5")  # proc_pid_clear_refs(5)
-
-
-def pss_mb(pid: int) -> float:
-    """Resident memory, where a page that n processes share counts 1/n."""
-    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in rollup if line.startswith("Pss:")) / 1024
-
-
 def threads(pid: int) -> int:
-    return _status(pid, "Threads")
+    return status_of(pid, "Threads")
 
 
 def open_files(pid: int) -> int:
@@ -99,16 +82,7 @@ def processes_of(launcher: int) -> dict[str, list[int]]:
 
 def computing_of(launcher: int) -> dict[str, list[int]]:
     """The process ids of a server's vLLM ("vLLM") and of its engine ("trainer")."""
-    import psutil
-
-    found: dict[str, list[int]] = {"vLLM": [], "trainer": []}
-    for child in psutil.Process(launcher).children(recursive=True):
-        command = child.cmdline()
-        if any(word.startswith(("vllm.", "VLLM::")) for word in command):
-            found["vLLM"].append(child.pid)
-        elif PARTS["engine"] in command:
-            found["trainer"].append(child.pid)
-    return found
+    return {name: pids for name, pids in parts_of_server(launcher).items() if name != "server"}
 
 
 def disk_bytes(directory: Path) -> int:

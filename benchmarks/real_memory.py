@@ -3,8 +3,8 @@
     python -m benchmarks.real_memory --model DIRECTORY [--context 4096] [--only CASE ...] [--out FILE]
 
 A server of this checkout starts on the model. Its vLLM and its trainer are measured when it is ready, and at the peak
-of each case. At rest memory is PSS, which counts a page that several processes share once. The peak is the PSS before
-a case, and what the kernel's high-water marks of resident memory rise above the resident memory of then.
+of each case. A page that several of them share counts once. The peak is the memory before a case, and what the kernel's
+high-water marks of resident memory rise above the resident memory of then.
 
     sft-batch   one pass of 512-token sequences that fill a micro-batch, all tokens trained, and a step of the optimizer
     sft-long    one pass of a sequence as long as the context
@@ -32,7 +32,7 @@ import tinker
 from tinker import types
 
 from benchmarks import machine, program
-from benchmarks.processes import computing_of, forget_peak_of, peak_resident_mb, pss_mb, resident_mb
+from benchmarks.processes import computing_of
 from benchmarks.table import aligned, number
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.pass_memory import Passing
@@ -42,10 +42,10 @@ from skyrl.cli.launcher.memory_estimate import Need, need_of, size_of
 from skyrl.engine.loop import TRIM_AFTER_S
 from skyrl.inference.model_options import BLOCK_TOKENS
 from skyrl.runtime.processes.host_resources import free_host_bytes
+from skyrl.runtime.processes.usage import forget_peak_of, peak_resident_bytes, resident_bytes, shared_bytes
 
 GROUPS = ("vLLM", "trainer")
 READY_S = 900.0
-MIB = 2**20
 SETTLE_S = TRIM_AFTER_S + 10.0
 """After which the trainer has given back what it freed, and vLLM has dropped the adapters of the check at its start."""
 WARM = 128
@@ -186,16 +186,17 @@ class Prediction:
 
 def measure(pids: dict[str, list[int]], case: Callable[[], object]) -> dict[str, tuple[float, float, float]]:
     """Bytes of each group before a case, at its peak and after it."""
-    before: dict[int, tuple[float, float]] = {}
-    for pid in (pid for group in pids.values() for pid in group):
+    every = [pid for group in pids.values() for pid in group]
+    before, resident = shared_bytes(every), {pid: resident_bytes(pid) for pid in every}
+    for pid in every:
         forget_peak_of(pid)
-        before[pid] = pss_mb(pid), resident_mb(pid)
     case()
+    risen = {pid: max(0, peak_resident_bytes(pid) - resident[pid]) for pid in every}
+    after = shared_bytes(every)
     found: dict[str, tuple[float, float, float]] = {}
     for group, members in pids.items():
-        rest = sum(before[pid][0] for pid in members)
-        risen = sum(max(0.0, peak_resident_mb(pid) - before[pid][1]) for pid in members)
-        found[group] = rest * MIB, (rest + risen) * MIB, sum(map(pss_mb, members)) * MIB
+        rest = sum(before[pid] for pid in members)
+        found[group] = rest, rest + sum(risen[pid] for pid in members), sum(after[pid] for pid in members)
     return found
 
 
@@ -233,8 +234,9 @@ def run(options: argparse.Namespace, stack: ExitStack) -> list[Measured]:
     time.sleep(SETTLE_S)
     pids = computing_of(server.pid)
     rows: list[Measured] = []
+    at_rest = shared_bytes([pid for group in GROUPS for pid in pids[group]])
     for group in GROUPS:
-        rest = sum(map(pss_mb, pids[group])) * MIB
+        rest = sum(at_rest[pid] for pid in pids[group])
         rows.append(Measured("ready", group, rest, rest, rest, prediction.at_rest(group)))
     print(table(rows), flush=True)
     service = stack.enter_context(tinker.ServiceClient(base_url=server.url, api_key="tml-memory"))

@@ -294,7 +294,7 @@ def _adapter_places(config: ServerConfig) -> int | None:
     backend = config.backend_config
     if config.full_finetuning or not config.modes.manages_inference:
         return None
-    return backend.lora.max_loras * backend.inference.num_engines
+    return backend.lora.slots * backend.inference.num_engines
 
 
 def _probe(config: ServerConfig, transport: HttpClient, api_key: str | None) -> AdapterProbe | None:

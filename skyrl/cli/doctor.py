@@ -28,6 +28,8 @@ from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.config.several import base_models_of
 from skyrl.base.tiny import model_path
+from skyrl.cli.launcher.auto_slots import with_slots
+from skyrl.cli.launcher.main import with_threads
 from skyrl.cli.launcher.memory_estimate import memory_sentence, size_of
 from skyrl.cli.launcher.preflight import devices_of
 from skyrl.inference.vllm_command import cuda_devices, plugin_installed
@@ -303,7 +305,8 @@ def checks(
 ) -> list[Check]:
     """All rows, in the order of the report. `port`, `state_dir` and `base_model` come before those of the file."""
     try:
-        config = load_config({"port": port, "state_dir": state_dir, "base_model": base_model}, config_file)
+        given = load_config({"port": port, "state_dir": state_dir, "base_model": base_model}, config_file)
+        config, about_slots = with_slots(with_threads(given))
         base_models = base_models_of(config)
     except (ConfigError, OSError) as error:
         wrong = Check("configuration", "missing", str(error), "correct the option, key or variable it names")
@@ -316,6 +319,7 @@ def checks(
         check_ray(config),
         check_losses(config),
         *check_base_models(config),
+        *([Check("adapters", "ok", about_slots)] if about_slots else []),
     ]
 
 

@@ -1,5 +1,5 @@
-"""The `skyrl` command: serve, rollout, router, sidecar, keys, quotas, status, usage, db, demo, doctor, quantize,
-adapter, model, version.
+"""The `skyrl` command: serve, rollout, router, sidecar, keys, quotas, status, usage, db, demo, doctor,
+capacity, quantize, adapter, model, version.
 
 `skyrl serve` also takes SkyRL's flags: a flag with an equivalent here is translated, another is refused with a reason.
 `skyrl.base.config.skyrl_keys` lists these flags; `SkyrlFlags` reads the command line before typer does.
@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 from skyrl import __version__
 from skyrl.base.config.skyrl_keys import FLAGS, checkpoint_store
 from skyrl.cli import db, models, tenants
+from skyrl.cli.capacity.main import capacity
 from skyrl.cli.models import quantize
 from skyrl.cli.rollout import RolloutCommand, rollout
 from skyrl.cli.router import RouterCommand, router, sidecar
@@ -70,6 +71,7 @@ app.command()(sidecar)
 app.command()(status)
 app.command()(usage)
 app.command()(quantize)
+app.command()(capacity)
 
 
 @app.command(cls=SkyrlFlags)

@@ -283,7 +283,7 @@ def _group(
 
     async def in_use() -> list[AdapterVersion]:
         """As many adapters as a replica runs at once. The replica loads others when a sample asks for them."""
-        limit = config.backend_config.lora.max_loras
+        limit = config.backend_config.lora.slots
         return await database.read_async(lambda c: adapter_versions.in_use(c, time.time() - IN_USE_S, limit, own))
 
     async def current_weights() -> VersionFiles:

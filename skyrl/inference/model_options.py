@@ -175,7 +175,7 @@ def kept_adapters(model: dict[str, Any], lora: LoraConfig) -> int:
     if "max_cpu_loras" in lora.model_fields_set or Widths.of(model) is None:
         return lora.max_cpu_loras
     fitting = int(KEPT_ADAPTERS_BYTES // (4 * lora.max_lora_rank * slot_features(model)))
-    return max(lora.max_loras, min(lora.max_cpu_loras, fitting))
+    return max(lora.slots, min(lora.max_cpu_loras, fitting))
 
 
 def kv_cache_bytes(model: dict[str, Any], length: int, sequences: int) -> float:
@@ -294,7 +294,7 @@ def room_bytes(config: ServerConfig, model: dict[str, Any]) -> int:
     parallelism a GPU has all of what is as wide as the hidden states, and its part of what is as wide as an expert.
     0 if adapters do not change experts, or config.json lacks a size."""
     lora, inference = config.backend_config.lora, config.backend_config.inference
-    return lora.max_loras * _adapter_bytes(config, model, inference.tensor_parallel_size)
+    return lora.slots * _adapter_bytes(config, model, inference.tensor_parallel_size)
 
 
 def _adapter_bytes(config: ServerConfig, model: dict[str, Any], parallel: int = 1) -> int:

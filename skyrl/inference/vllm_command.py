@@ -169,7 +169,7 @@ def vllm_spec(
         lora = config.backend_config.lora
         options |= {
             "enable_lora": True,
-            "max_loras": lora.max_loras,
+            "max_loras": lora.slots,
             "max_cpu_loras": lora.max_cpu_loras if cuda else kept_adapters(model, lora),
             "max_lora_rank": lora.max_lora_rank,
             "lora_target_modules": targets,

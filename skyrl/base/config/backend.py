@@ -11,12 +11,18 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from skyrl.base.config import skyrl_keys
 from skyrl.base.model_files import TrainMlpOfMixtures
 
 LAST_PORT = 65535
+DEFAULT_SLOTS = 8
+MAX_LORAS = "trainer.policy.model.lora.max_loras"
+ONLY_SERVE = (
+    "is for a server of one base model that trains adapters and runs its vLLMs on this machine without Ray: give a "
+    "number"
+)
 
 
 class ConfigError(ValueError):
@@ -30,6 +36,17 @@ def _are_amounts(resources: dict[str, float]) -> dict[str, float]:
         if name == "object_store_memory":
             raise ValueError(f"{name!r}: Ray gives no memory of its object store to actors; leave it out")
     return resources
+
+
+def _number_or_auto(value: Any) -> int | str:
+    if value == "auto":
+        return value
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if whole and value >= 1:
+        return int(value)
+    raise ValueError('must be a whole number of at least 1, or "auto"')
 
 
 class Strict(BaseModel):
@@ -64,13 +81,14 @@ class PlacementConfig(Strict):
 
 class LoraConfig(Strict):
     """Limits on adapters. `max_loras`, `max_cpu_loras` and `max_lora_rank` are passed to vLLM's options of these names;
-    the trainer takes ranks up to `max_lora_rank`, too. `alpha` / rank is the scale of each adapter's update.
+    the trainer takes ranks up to `max_lora_rank`, too. `alpha` / rank is the scale of each adapter's update. With
+    `max_loras` "auto", `skyrl serve` puts a number in its place before it starts anything.
 
     `train_mlp_of_mixtures`: what `train_mlp` means for a mixture of experts. `train`: adapters train experts, and vLLM
     keeps room for them in each of `max_loras` slots. `leave_out`: they train the other layers; sessions and metrics say
     so. `refuse`: the request is refused."""
 
-    max_loras: int = Field(8, ge=1)
+    max_loras: Annotated[int | Literal["auto"], BeforeValidator(_number_or_auto)] = DEFAULT_SLOTS
     max_cpu_loras: int = Field(64, ge=1)
     max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 32
     alpha: float = Field(32.0, gt=0)
@@ -78,9 +96,16 @@ class LoraConfig(Strict):
 
     @model_validator(mode="after")
     def _cpu_at_least_gpu(self) -> LoraConfig:
-        if self.max_cpu_loras < self.max_loras:
+        if self.max_loras != "auto" and self.max_cpu_loras < self.max_loras:
             raise ValueError("max_cpu_loras must be at least max_loras")
         return self
+
+    @property
+    def slots(self) -> int:
+        """`max_loras` as a number. Raises ConfigError for "auto" where nobody has put one in its place."""
+        if self.max_loras == "auto":
+            raise ConfigError(f'{MAX_LORAS}: "auto" {ONLY_SERVE}')
+        return self.max_loras
 
 
 class PolicyModelConfig(Strict):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.config.several import base_models_of
+from skyrl.cli.launcher.auto_slots import with_slots
 from skyrl.cli.launcher.base_model_parts import BaseModelParts
 from skyrl.cli.launcher.first_ready import BaseModelsWatch, FirstReady
 from skyrl.cli.launcher.metrics import LauncherMetrics
@@ -214,6 +215,9 @@ def serve(config: ServerConfig) -> None:
     set_up_process(config.log_level, config.log_format)
     systemd = Systemd.take_from(os.environ)
     systemd.status("checking the configuration")
+    config, about_slots = with_slots(config)
+    if about_slots:
+        logger.info(about_slots)
     base_models = base_models_of(config)
     findings = check_each(base_models)
     if config.modes.trains and (undecided := config.losses.undecided) is not None:

@@ -5,10 +5,10 @@ On a CPU a base model of P parameters needs about
     vLLMs     num_engines × (1,070 MB + 6 kB × V for the processes + w × (P + E))
     trainer   490 MB for each rank + 4 × P with adapters, 16 × P with full weights (weights, gradient, two moments)
 
-when it is ready, with w = 4 bytes in float32 and 2 in bfloat16; of a release with fewer bits the bytes of its files
-count in place of w × P, and with `trainer.keep_quantized` also in place of 4 × P. V is the vocabulary: each process has
-a tokenizer. E are the numbers of the embedding, and of the output layer if it is another matrix: vLLM packs both for
-its kernels and keeps them beside.
+when it is ready, and the server 200 MB more for launcher and API. w = 4 bytes in float32 and 2 in bfloat16; of a
+release with fewer bits the bytes of its files count in place of w × P, and with `trainer.keep_quantized` also in place
+of 4 × P. V is the vocabulary: each process has a tokenizer. E are the numbers of the embedding, and of the output layer
+if it is another matrix: vLLM packs both for its kernels and keeps them beside.
 
 In use come, at most, in each vLLM its key-value cache, the slots of adapters, and either what the tokens keep that it
 computes at once, or the logits of all its sequences; and in a trainer of adapters with one rank the largest
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 VLLM_BYTES, RANK_BYTES = 780e6, 390e6
 """The processes of a vLLM on a CPU, and of a rank of the trainer, with the tiny model."""
+LAUNCHER_BYTES, API_BYTES = 90e6, 110e6
+"""The launcher, and each API process."""
 TOKEN_BYTES = 6_000
 """Of a token of the vocabulary in the tokenizers of a vLLM's processes, and what is derived from them."""
 VLLM_LOADING_BYTES, RANK_LOADING_BYTES = 290e6, 100e6
@@ -234,7 +236,7 @@ def need_of(config: ServerConfig, size: Size) -> Need:
         VllmUse(
             model,
             slot=0.0 if config.full_finetuning else width * lora.max_lora_rank * slot_features(model),
-            slots=lora.max_loras,
+            slots=lora.slots,
             kept=kept_adapters(model, lora),
             cache=cache,
             token=token_bytes(model),
@@ -264,6 +266,11 @@ def token_bytes(model: dict[str, Any]) -> float:
     """Bytes of a token in the key-value cache of a dense model; 0 for another one."""
     widths = Widths.of(model)
     return 0.0 if widths is None else float(2 * FLOAT_BYTES * widths.layers * widths.keys)
+
+
+def server_bytes(config: ServerConfig) -> float:
+    """Of the processes beside trainer and vLLMs."""
+    return LAUNCHER_BYTES + config.api_processes * API_BYTES
 
 
 def gb(size: float) -> str:
@@ -303,8 +310,9 @@ def memory_sentence(base_models: Sequence[ServerConfig]) -> tuple[bool, str]:
             needs.append(need_of(config, size))
     if not needs:
         return True, ""
-    weights, total = sum(need.weights for need in needs), sum(need.total for need in needs)
-    each = ", ".join(need.sentence for need in needs)
+    server = server_bytes(base_models[0])
+    weights, total = sum(need.weights for need in needs), server + sum(need.total for need in needs)
+    each = ", ".join([*(need.sentence for need in needs), f"launcher and API {gb(server)}"])
     if weights > host_bytes():
         raise ConfigError(
             f"base_models: the weights alone take {gb(weights)} ({each}), and this machine has {gb(host_bytes())} of "
@@ -312,7 +320,7 @@ def memory_sentence(base_models: Sequence[ServerConfig]) -> tuple[bool, str]:
         )
     free = free_host_bytes()
     peaks = [need.peak(max(0.0, free - total)) for need in needs]
-    most = sum(size for size, _ in peaks)
+    most = server + sum(size for size, _ in peaks)
     fits = total <= free
     verdict = "which fits" if fits else "which may be too little"
     if fits and free < most:

@@ -193,8 +193,9 @@ def test_the_sentence_counts_what_this_server_runs(tmp_path: Path) -> None:
     assert fits
     assert re.fullmatch(
         r"memory: about 2\.\d GB when ready, for student 1\.\d GB \(trainer 0\.4 GB, vLLM \S+ GB\), "
-        r"teacher \S+ GB \(vLLM \S+ GB\); up to \S+ GB in use, for student \S+ GB \(trainer \S+ GB in a micro-batch of "
-        r"4,096 rows; vLLM \S+ GB, mostly .+\), teacher \S+ GB \(vLLM \S+ GB, mostly .+\); "
+        r"teacher \S+ GB \(vLLM \S+ GB\), launcher and API 0\.2 GB; up to \S+ GB in use, for student \S+ GB "
+        r"\(trainer \S+ GB in a micro-batch of 4,096 rows; vLLM \S+ GB, mostly .+\), "
+        r"teacher \S+ GB \(vLLM \S+ GB, mostly .+\); "
         r"6\.4 GB are available, which fits",
         sentence,
     ), sentence

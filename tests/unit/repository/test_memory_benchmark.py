@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from benchmarks.real_memory import MIB, measure
+from benchmarks.processes import MIB
+from benchmarks.real_memory import measure
 
 
 def test_the_peak_of_a_case_counts_and_not_what_was_before_or_after() -> None:
