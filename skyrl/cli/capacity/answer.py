@@ -19,6 +19,7 @@ LARGE_BYTES = 20e6
 """Smaller parts are lost between the pages of other things."""
 ADAPTER_COPIES = 4
 """Weights, gradient and two moments of an adapter in training."""
+MIXED = "training and sampling"
 MOST_OFF = 0.15
 """A prediction that is further from what was measured is said."""
 
@@ -153,10 +154,9 @@ def answer_of(setting: Setting, load: Load, found: Found, need: Need | None) -> 
 
 
 def _cores(setting: Setting, throughput: Sequence[Throughput]) -> Cores | None:
-    """By the last measurement, in which a tenant trained and sampled. GPUs do what is counted as cores elsewhere."""
-    if setting.gpus or not throughput:
-        return None
-    return Cores(setting.cores, sum(throughput[-1].cores.values()))
+    """By what one tenant used who trained and sampled; None if that was not measured, and on GPUs, which do most."""
+    mixed = [row for row in throughput if row.what == MIXED]
+    return Cores(setting.cores, sum(mixed[0].cores.values())) if mixed and not setting.gpus else None
 
 
 def _predicted(need: Need | None, found: Found) -> dict[str, float]:

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -74,6 +74,9 @@ class Tenant:
         self._session = self._post("create_session", body)["session_id"]
 
     def close(self) -> None:
+        """End the session, and with it the adapter in training. A server that is gone has ended it, too."""
+        with suppress(httpx.TransportError):
+            self._http.post(f"/sessions/{self._session}/finish")
         self._http.close()
 
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:

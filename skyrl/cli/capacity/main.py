@@ -41,7 +41,7 @@ def capacity(
 
     flags = {"base_model": base_model, "backend_config": backend_config, "threads": threads}
     load = Load(prompt_tokens, max_tokens, samples, trained_tokens)
-    signal.signal(signal.SIGTERM, _end)
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         answer = measured(load_config(flags, config), load, minutes, _say)
     except ConfigError as error:
@@ -49,6 +49,8 @@ def capacity(
     except (ServerFailed, Failed) as error:
         typer.echo(f"skyrl capacity: {error}", err=True)
         raise typer.Exit(1) from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if as_json:
         typer.echo(json.dumps(answer.as_json(), indent=2))
         return

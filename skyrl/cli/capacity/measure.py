@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from skyrl.cli.capacity.answer import Found, Load, Operation, Passed, Throughput
+from skyrl.cli.capacity.answer import MIXED, Found, Load, Operation, Passed, Throughput
 from skyrl.cli.capacity.client import Clock, Tenant, Times, kept_busy
 from skyrl.cli.capacity.memory import TRAINER, Memory
 from skyrl.cli.demo.server import DemoServer
@@ -78,7 +78,7 @@ class Course:
         elif self._memory.settles:
             self._notes.append("the memory of an adapter in training is estimated: --minutes is too short")
         self._window("training alone", samplers=0, trains=True)
-        self._window("training and sampling", samplers=self._load.samples, trains=True)
+        self._window(MIXED, samplers=self._load.samples, trains=True)
         return Found(
             available=self._memory.available,
             ready=ready,
@@ -174,6 +174,9 @@ class Course:
 
     def _window(self, what: str, *, samplers: int, trains: bool, seconds: float | None = None) -> None:
         """Some seconds with so many samples in flight, from all tenants in turns, while the first one trains or not."""
+        if self._clock.left_s < 3 * SHORTEST_S:
+            self._notes.append(f"{what} was not measured: --minutes is too short")
+            return
         seconds = seconds or min(LONGEST_S, max(SHORTEST_S, self._clock.left_s / 12))
         self._say(f"{what}, {seconds:.0f} s")
         first = self._tenants[0]

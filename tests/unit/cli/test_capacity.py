@@ -1,0 +1,206 @@
+"""`skyrl capacity`: what follows from measurements, what it refuses, what its server finds, and what it prints."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from skyrl.base.config.loading import load_config
+from skyrl.base.tiny import model_path
+from skyrl.cli.capacity.answer import Answer, Found, Load, Operation, Passed, Setting, Throughput, advice, answer_of
+from skyrl.cli.capacity.client import Clock, Failed, kept_busy
+from skyrl.cli.capacity.memory import DeviceMemory, HostMemory
+from skyrl.cli.capacity.run import environment_of
+from skyrl.cli.capacity.view import view
+from skyrl.cli.launcher.kept_capacity import of_backend
+from skyrl.cli.launcher.memory_estimate import need_of, size_of
+from skyrl.cli.main import app
+from skyrl.runtime.processes.usage import parts_of_server, shared_bytes
+
+GB, MB = 1e9, 1e6
+LORA = "trainer.policy.model.lora"
+SETTING = Setting("tiny", 32, 8, 64, 32, engines=1, cores=2, threads=2, gpus=())
+LOAD = Load(prompt=64, answer=32, samples=16, trained=512)
+FOUND = Found(
+    available=20 * GB,
+    ready={"trainer": 0.4 * GB, "vLLM": 0.8 * GB, "server": 0.2 * GB},
+    passed=Passed(4096, 4096, 0.2 * GB),
+    adapter=4 * MB,
+    sampled=2 * MB,
+    cache_tokens=174_784,
+    throughput=[Throughput("training and sampling", 300.0, 700.0, {"trainer": 0.4, "vLLM": 0.9, "server": 0.1})],
+    operations=[Operation("optim_step", 3, 0.02, 0.03)],
+    start_s=20.0,
+    notes=["something was not measured"],
+)
+
+
+def answer(found: Found = FOUND, setting: Setting = SETTING, **keys: Any) -> Answer:
+    config = load_config({"base_model": "tiny", "backend_config": keys})
+    size = size_of(config.base_model_path)
+    assert size is not None
+    return answer_of(setting, LOAD, found, need_of(config, size))
+
+
+def test_tenants_slots_and_limits_follow_from_what_was_measured() -> None:
+    found = answer()
+    tenants = {limit.what: limit.tenants for limit in found.limits}
+    assert found.limits[0].what == "cores"
+    assert tenants["cores"] == 1, "a tenant keeps 1.4 of 2 cores busy"
+    assert tenants["slots"] == 8
+    assert tenants["kept adapters"] == 64
+    assert tenants["key-value cache"] == 174_784 // 96 // 16
+    assert tenants["memory"] == found.tenants
+    beside = found.room.sampling + (8 + 64) * 1 * MB
+    assert found.tenants == int((20 - 1.4 - 0.2) * GB - beside) // int(4 * MB)
+    assert found.auto == 32
+    assert "set 32" in advice(found)
+    assert answer(setting=replace(SETTING, slots=32)).slots == 32
+    assert "takes 32 from now on" in advice(answer(setting=replace(SETTING, slots=None)))
+    little = answer(replace(FOUND, available=1.7 * GB))
+    assert (little.tenants, little.auto, little.limits[0].what) == (0, 1, "memory")
+
+
+def test_an_adapter_that_was_not_measured_is_estimated_and_one_of_unknown_size_is_an_error() -> None:
+    assert answer(replace(FOUND, adapter=None)).room.adapter == 16 * 32 * (3 * 2240 + 640)
+    with pytest.raises(Failed, match="--minutes"):
+        answer_of(SETTING, LOAD, replace(FOUND, adapter=None), None)
+
+
+def test_a_prediction_that_is_far_off_is_said() -> None:
+    def printed(found: Found) -> str:
+        console = Console(file=io.StringIO(), width=200)
+        console.print(view(answer(found)))
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    near = printed(FOUND)
+    assert "more than 15 %" not in near
+    assert "note: something was not measured" in near
+    assert f"{LORA}.max_loras" in near
+    assert "optim_step" in near
+    far = printed(replace(FOUND, ready=FOUND.ready | {"vLLM": 2.0 * GB}))
+    assert "more than 15 % from what skyrl doctor predicts: vLLM, ready" in far
+
+
+def test_on_gpus_a_vllms_share_does_not_change_with_its_adapters() -> None:
+    ready = {"trainer": 50 * GB}
+    found = answer_of(replace(SETTING, gpus=("0",)), LOAD, replace(FOUND, available=80 * GB, ready=ready), None)
+    assert found.tenants == int((80 - 50 - 0.2) * GB // (4 * MB))
+    assert "cores" not in {limit.what for limit in found.limits}
+    assert found.off == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"backend_config": json.dumps({"trainer.full_finetuning": True})}, "trainer.full_finetuning"),
+        ({"config": 'external_inference_url = "http://127.0.0.1:1"'}, "external_inference_url"),
+        ({"config": 'ray_address = "local"'}, "ray_address"),
+        ({"config": '[[base_models]]\nbase_model = "tiny"'}, "base_models"),
+        ({"config": 'backend = "none"\nexternal_inference_url = "http://127.0.0.1:1"\nbase_model = "x"'}, "backend"),
+        ({"base_model": "/nowhere"}, "base_model"),
+        ({"backend_config": '{"trainer.policy.model.lora.max_loras": 0}'}, f"{LORA}.max_loras"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_the_name_of_its_key(
+    given: dict[str, str], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("SKYRL_")]:
+        monkeypatch.delenv(name)
+    if "config" in given:
+        (tmp_path / "skyrl.toml").write_text(given["config"])
+        given["config"] = str(tmp_path / "skyrl.toml")
+    flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+    done = CliRunner().invoke(app, ["capacity", *flags])
+    assert done.exit_code == 2, done.output
+    assert done.stderr.startswith("skyrl capacity: ")
+    assert key in done.stderr
+
+
+def test_the_measured_server_has_the_keys_of_its_capacity_and_none_of_a_real_servers_state(tmp_path: Path) -> None:
+    file = tmp_path / "skyrl.toml"
+    file.write_text(
+        f'state_dir = "{tmp_path}"\ndatabase_url = "postgresql://real/server"\nport = 9000\napi_keys = "managed"\n'
+        f'adapter_dtype = "bfloat16"\nbase_model = "{model_path()}"\nserved_model_names = ["a", "b"]\nthreads = 1\n'
+        '[losses]\nstable_reinforce = "cispo"\n'
+        "[backend_config.generator.inference_engine]\nport = 9001\nmax_model_len = 512\n"
+    )
+    config = load_config({}, file)
+    found = environment_of(config, {"PATH": "/bin", "SKYRL_STATE_DIR": "/real", "SKYRL_THREADS": "7"})
+    assert found == {
+        "PATH": "/bin",
+        "SKYRL_ADAPTER_DTYPE": "bfloat16",
+        "SKYRL_BASE_MODEL": str(model_path()),
+        "SKYRL_SERVED_MODEL_NAMES": '["a", "b"]',
+        "SKYRL_LOSSES": '{"stable_reinforce": "cispo"}',
+        "SKYRL_THREADS": "1",
+        "SKYRL_SESSION_TIMEOUT_S": "86400",
+    }
+    assert of_backend(config) == {"generator.inference_engine.max_model_len": 512}
+
+
+def test_time_that_is_over_ends_the_measurement() -> None:
+    Clock(60).check()
+    with pytest.raises(Failed, match="--minutes"):
+        Clock(-1).check()
+
+
+def test_workers_are_called_until_the_time_is_over_and_their_errors_come_out() -> None:
+    counted = kept_busy([lambda: 1.0, lambda: 2.0], 0.05)
+    assert counted[0] > 1
+    assert counted[1] > 2
+
+    def fails() -> float:
+        raise Failed("no more")
+
+    with pytest.raises(Failed, match="no more"):
+        kept_busy([lambda: 1.0, fails], 0.05)
+
+
+def test_gpus_that_do_not_tell_their_memory_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyrl.cli.capacity.memory.gpu_memory", dict)
+    with pytest.raises(Failed, match="GPU 3"):
+        DeviceMemory(["3"])
+
+
+def test_pages_that_processes_share_count_once_whoever_else_has_them() -> None:
+    """Two processes of the same program share its files; the sum does not change with a third one that is not asked
+    for."""
+    program = "import numpy, sys; print(1, flush=True); sys.stdin.read()"
+    pipe = subprocess.PIPE
+    children = [subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe) for _ in range(3)]
+    try:
+        for child in children:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"1\n"
+        first, second, third = (child.pid for child in children)
+        alone, both = shared_bytes([first])[first], shared_bytes([first, second])
+        assert both[first] < 0.9 * alone
+        assert sum(both.values()) < 1.9 * alone
+        assert third not in both
+        parts = parts_of_server(os.getpid())
+        assert {first, second, third, os.getpid()} <= set(parts["server"])
+        assert parts["trainer"] == parts["vLLM"] == []
+    finally:
+        for child in children:
+            child.communicate()
+
+
+def test_the_peak_of_a_trainer_is_what_it_rose_to_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = HostMemory()
+    monkeypatch.setattr("skyrl.cli.capacity.memory.parts_of_server", lambda pid: {"trainer": [os.getpid()]})
+    memory.watch()
+    before = memory.used()["trainer"]
+    assert sum(bytearray(b"x" * int(80 * MB))[::4096])
+    assert 70 * MB < memory.peak() - before < 300 * MB
