@@ -26,6 +26,10 @@ class Failed(RuntimeError):
     """The server refused an operation, or it failed; or the time is over."""
 
 
+class OutOfTime(Failed):
+    """The time is over."""
+
+
 class Clock:
     """The time that all of it may take."""
 
@@ -37,9 +41,9 @@ class Clock:
         return self._end - time.monotonic()
 
     def check(self) -> None:
-        """Raises Failed when the time is over."""
+        """Raises OutOfTime when the time is over."""
         if self.left_s <= 0:
-            raise Failed("the time of --minutes is over: give more")
+            raise OutOfTime("the time of --minutes is over: give more")
 
 
 class Times:

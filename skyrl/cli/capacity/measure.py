@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from skyrl.cli.capacity.answer import MIXED, Found, Load, Operation, Passed, Throughput
-from skyrl.cli.capacity.client import Clock, Tenant, Times, kept_busy
+from skyrl.cli.capacity.client import Clock, OutOfTime, Tenant, Times, kept_busy
 from skyrl.cli.capacity.memory import TRAINER, Memory
 from skyrl.cli.demo.server import DemoServer
 from skyrl.runtime.processes.usage import cpu_seconds, parts_of_server
@@ -59,23 +59,27 @@ class Course:
         self._notes: list[str] = []
         self._throughput: list[Throughput] = []
         self._tenants: list[Tenant] = []
+        self._row_s = 0.0
+        """Seconds that a token of a training pass takes."""
 
     def run(self, stack: ExitStack) -> Found:
-        """Everything, in an order in which each part is measured before the next one disturbs it. Raises Failed."""
+        """Everything, in an order in which each part is measured before the next one disturbs it. What there is no time
+        for is left out, with a note; but not the operations, nor a training pass. Raises Failed."""
         ready = self._memory.used()
         first = self._new(stack)
-        row_s = self._train(first)
+        self._row_s = self._train(first)
         self._save_and_sample(first)
         settled = self._sampling("sampling, 1 adapter")
-        resting = self._memory.used()
-        passed = self._largest_pass(first, resting[TRAINER], row_s)
-        added = self._add(stack)
-        sampled = self._sample_all(added)
-        again = self._sampling(f"sampling, {len(self._tenants)} adapters") and settled
-        adapter = None
-        if again and added:
-            adapter = (self._memory.used()[TRAINER] - resting[TRAINER]) / len(added)
-        elif self._memory.settles:
+        resting = self._memory.used()[TRAINER]
+        passed = self._largest_pass(first, resting)
+        adapter = sampled = None
+        with self._if_time("more adapters"):
+            added = self._add(stack)
+            sampled = self._sample_all(added)
+            again = self._sampling(f"sampling, {len(self._tenants)} adapters")
+            if settled and again:
+                adapter = (self._memory.used()[TRAINER] - resting) / len(added)
+        if adapter is None:
             self._notes.append("the memory of an adapter in training is estimated: --minutes is too short")
         self._window("training alone", samplers=0, trains=True)
         self._window(MIXED, samplers=self._load.samples, trains=True)
@@ -108,10 +112,20 @@ class Course:
         return [tenant.tokens(each + 1, self._vocabulary) for _ in range(max(1, rows // each))]
 
     @contextmanager
+    def _if_time(self, what: str) -> Iterator[None]:
+        """Inside, time that is over ends the block, and is noted."""
+        try:
+            yield
+        except OutOfTime:
+            self._notes.append(f"{what}: not measured, --minutes is too short")
+
+    @contextmanager
     def _uncounted(self) -> Iterator[None]:
         self._times.counting = False
-        yield
-        self._times.counting = True
+        try:
+            yield
+        finally:
+            self._times.counting = True
 
     def _train(self, tenant: Tenant) -> float:
         """The operations of training. Returns the seconds that a token of a pass takes."""
@@ -136,11 +150,11 @@ class Course:
             tenant.step_of(self._sequences(tenant, rows))
         return self._memory.peak()
 
-    def _largest_pass(self, tenant: Tenant, resting: float, row_s: float) -> Passed:
+    def _largest_pass(self, tenant: Tenant, resting: float) -> Passed:
         """The largest pass that the time allows. `resting`: bytes of the trainer before."""
         small = min(self._load.trained, self._rows)
         of_small = self._peak(tenant, small) - resting
-        largest = min(self._rows, int(PASS_SHARE * self._clock.left_s / row_s) // LONGEST_ROW * LONGEST_ROW)
+        largest = min(self._rows, int(PASS_SHARE * self._clock.left_s / self._row_s) // LONGEST_ROW * LONGEST_ROW)
         if largest <= small:
             largest, of_largest, of_row = small, of_small, of_small / small
         else:
@@ -166,17 +180,20 @@ class Course:
             tenant.save_and_load(f"capacity-{number}")
 
     def _sampling(self, what: str) -> bool:
-        """Sample alone. Returns whether that took long enough for the trainer to come to rest."""
+        """Sample alone. Returns whether that took long enough for the trainer to come to rest: only where the time is
+        enough for the two windows with training, too."""
         settles = self._memory.settles
-        enough = settles and self._clock.left_s > 1.5 * SETTLE_S
+        enough = settles and self._clock.left_s > SETTLE_S + 2 * (4 * SHORTEST_S + 2 * self._row_s * self._load.trained)
         self._window(what, samplers=self._load.samples, trains=False, seconds=SETTLE_S if enough else None)
         return enough or not settles
 
     def _window(self, what: str, *, samplers: int, trains: bool, seconds: float | None = None) -> None:
         """Some seconds with so many samples in flight, from all tenants in turns, while the first one trains or not."""
-        if self._clock.left_s < 3 * SHORTEST_S:
-            self._notes.append(f"{what} was not measured: --minutes is too short")
-            return
+        with self._if_time(what):
+            self._clock.check()
+            self._measure_window(what, samplers, trains, seconds)
+
+    def _measure_window(self, what: str, samplers: int, trains: bool, seconds: float | None) -> None:
         seconds = seconds or min(LONGEST_S, max(SHORTEST_S, self._clock.left_s / 12))
         self._say(f"{what}, {seconds:.0f} s")
         first = self._tenants[0]

@@ -1,4 +1,4 @@
-"""A `skyrl serve` process for the demo, the benchmarks and the tests: start, wait until ready, read status, stop."""
+"""A `skyrl serve` process for demo, capacity, benchmarks and tests: start, wait until ready, read status, stop."""
 
 from __future__ import annotations
 
