@@ -46,7 +46,7 @@ def capacity(
         answer = measured(load_config(flags, config), load, minutes, _say)
     except ConfigError as error:
         raise refusal("capacity", str(error)) from error
-    except (ServerFailed, Failed) as error:
+    except (ServerFailed, Failed, OSError) as error:
         typer.echo(f"skyrl capacity: {error}", err=True)
         raise typer.Exit(1) from error
     finally:

@@ -74,7 +74,9 @@ def check_measurable(config: ServerConfig) -> None:
     """Raises ConfigError, which names the key, unless the server has one base model and adapters, and all of it runs on
     this machine."""
     why = ""
-    if config.base_models:
+    if not Path("/proc/meminfo").exists():
+        why = "this system has no /proc, by which memory is measured"
+    elif config.base_models:
         why = "base_models: one base model is measured at a time: give --base-model, and a file without the others"
     elif not config.modes.trains:
         why = "backend: none trains nothing, so there is no capacity to measure"

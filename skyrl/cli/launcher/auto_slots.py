@@ -7,6 +7,7 @@ by the sizes of the base model. Starts nothing and measures nothing, so that it 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from skyrl.base.config.backend import DEFAULT_SLOTS, MAX_LORAS, ONLY_SERVE, parse_backend_config
 from skyrl.base.config.server import ConfigError, ServerConfig
@@ -59,10 +60,10 @@ def with_number(config: ServerConfig, number: int) -> ServerConfig:
 
 
 def _slots(config: ServerConfig) -> Slots:
-    most = most_slots(config)
-    kept = kept_capacity.read(config)
-    cuda = bool(cuda_devices())
-    available = free_host_bytes()
+    most, cuda = most_slots(config), bool(cuda_devices())
+    if not Path("/proc/meminfo").exists():
+        return Slots(min(DEFAULT_SLOTS, most), "the default, as this system does not tell its memory")
+    kept, available = kept_capacity.read(config), free_host_bytes()
     if kept is not None and (cuda or available >= SHRUNK * kept.available):
         return Slots(min(kept.slots, most), f"skyrl capacity has measured it on {kept.measured_at}")
     estimated = _on_gpu(config, most) if cuda else _on_cpu(config, available, most)

@@ -58,16 +58,16 @@ def directory() -> Path:
 
 
 def file_of(config: ServerConfig) -> Path:
-    """Where the answer for this configuration is kept: its name stands for the base model's files, the keys that change
-    its capacity (but for `max_loras`), the versions of skyrl and vLLM, and the machine's cores, memory and GPUs."""
+    """Where the answer for this configuration is kept: its name stands for the base model's files, the keys that decide
+    over memory (but for `max_loras`), the versions of skyrl and vLLM, and the machine's cores, memory and GPUs. Raises
+    OSError."""
     path = Path(config.base_model_path)
     files = sorted((file.name, file.stat().st_size) for file in path.glob("*.*")) if path.is_dir() else []
     described = path / "config.json"
     settings = {key: value for key, value in of_backend(config).items() if key != MAX_LORAS}
     facts = {
         "model": [str(path), files, described.read_text() if described.is_file() else ""],
-        "settings": [settings, {key: value for key, value in of_server(config).items() if key != "threads"}],
-        "threads": config.threads,
+        "settings": [settings, config.adapter_dtype, config.devices, config.threads],
         "versions": [__version__, _vllm()],
         "machine": [len(os.sched_getaffinity(0)), limit_bytes(), cuda_devices()],
     }

@@ -52,7 +52,7 @@ def forget_peak_of(pid: int) -> None:
 def shared_bytes(pids: Collection[int]) -> dict[int, float]:
     """The resident memory of each of these processes, where what n of them share counts 1/n. The kernel's own sum of
     this kind (PSS) also divides the pages of files by processes that are none of these: beside another program that has
-    loaded torch, a vLLM seems 200 MB smaller."""
+    loaded torch, a vLLM seems 200 MB smaller. A process that has ended has 0."""
     files = {pid: _files_of(pid) for pid in pids}
     users = Counter(path for of_process in files.values() for path in of_process)
     return {
@@ -61,16 +61,23 @@ def shared_bytes(pids: Collection[int]) -> dict[int, float]:
     }
 
 
+def _lines(pid: int, name: str) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 def _anonymous(pid: int) -> int:
-    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in rollup if line.startswith("Pss_Anon:"))
+    lines = _lines(pid, "smaps_rollup")
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:"))
 
 
 def _files_of(pid: int) -> dict[str, int]:
     """The resident bytes of files, by path, without those that the process has changed for itself."""
     found: defaultdict[str, int] = defaultdict(int)
     path = ""
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+    for line in _lines(pid, "smaps"):
         if (mapping := _MAPPING.fullmatch(line)) is not None:
             path = mapping[1]
         elif line.startswith("Rss:"):

@@ -195,6 +195,7 @@ def test_pages_that_processes_share_count_once_whoever_else_has_them() -> None:
     finally:
         for child in children:
             child.communicate()
+    assert shared_bytes([first]) == {first: 0}, "it has ended"
 
 
 def test_the_peak_of_a_trainer_is_what_it_rose_to_since(monkeypatch: pytest.MonkeyPatch) -> None:
