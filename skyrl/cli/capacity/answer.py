@@ -11,7 +11,7 @@ from typing import Any
 
 from skyrl.base.config.backend import MAX_LORAS
 from skyrl.cli.capacity.client import Failed
-from skyrl.cli.capacity.memory import TRAINER
+from skyrl.cli.capacity.memory import SERVER, TRAINER, VLLM
 from skyrl.cli.launcher.memory_estimate import API_BYTES, LAUNCHER_BYTES, Need
 from skyrl.cli.launcher.room import Cores, Limit, Room, limits, slots_that_fit
 
@@ -162,7 +162,7 @@ def _cores(setting: Setting, throughput: Sequence[Throughput]) -> Cores | None:
 def _predicted(need: Need | None, found: Found) -> dict[str, float]:
     if need is None:
         return {}
-    predicted = {TRAINER: need.trainer, "vLLM": need.vllms, "server": LAUNCHER_BYTES + API_BYTES}
+    predicted = {TRAINER: need.trainer, VLLM: need.vllms, SERVER: LAUNCHER_BYTES + API_BYTES}
     predicted["ready"] = sum(predicted.values())
     predicted["adapter in vLLM"] = 2 * need.use.slot
     if need.passing is not None:
