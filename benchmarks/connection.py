@@ -11,7 +11,7 @@ _LENGTH = b"\r\ncontent-length:"
 class Connection(asyncio.Protocol):
     """A connection to one server. It connects at the first request, and at the next request after it was lost.
 
-    `post` raises ConnectionError for an answer without Content-Length.
+    `post` and `get` raise ConnectionError for an answer without Content-Length.
     """
 
     def __init__(self, host: str, port: int, headers: bytes) -> None:
@@ -26,13 +26,20 @@ class Connection(asyncio.Protocol):
 
     async def post(self, path: bytes, body: bytes) -> tuple[int, bytes]:
         """Send a request; returns status and body of the answer. Raises ConnectionError, OSError."""
+        return await self._send(b"POST", path, body)
+
+    async def get(self, path: bytes) -> tuple[int, bytes]:
+        """As `post`."""
+        return await self._send(b"GET", path, b"")
+
+    async def _send(self, method: bytes, path: bytes, body: bytes) -> tuple[int, bytes]:
         loop = asyncio.get_running_loop()
         if self._transport is None:
             self._buffer, self._head = b"", -1
             await loop.create_connection(lambda: self, self._host, self._port)
         assert self._transport is not None
         self._answer = answer = loop.create_future()
-        self._transport.write(b"POST %s%s%d\r\n\r\n%s" % (path, self._rest, len(body), body))
+        self._transport.write(b"%s %s%s%d\r\n\r\n%s" % (method, path, self._rest, len(body), body))
         return await answer
 
     def close(self) -> None:

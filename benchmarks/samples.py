@@ -69,15 +69,15 @@ class TinkerSamples(_Samples):
 
     def __init__(self, spec: LoadSpec) -> None:
         super().__init__(spec)
-        self._session = ""
+        self.session = ""
         self.accepted = self.delivered = self.polls = self.told_to_wait = 0
 
     async def open(self) -> None:
         """Create the session and the sampling session. Raises RuntimeError with the server's message if it refuses."""
         setup = self.connect()
         session = await self._create(setup, "session", {"sdk_version": "0.38.0", "tags": [], "user_metadata": {}})
-        self._session = session["session_id"]
-        body = {"session_id": self._session, "sampling_session_seq_id": 0, "base_model": MODEL}
+        self.session = session["session_id"]
+        body = {"session_id": self.session, "sampling_session_seq_id": 0, "base_model": MODEL}
         sampler = (await self._create(setup, "sampling_session", body))["sampling_session_id"]
         setup.close()
         params = {"max_tokens": MAX_TOKENS, "seed": 1, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
@@ -96,7 +96,7 @@ class TinkerSamples(_Samples):
 
     async def heartbeat(self, connection: Connection) -> int:
         """Send a heartbeat; returns the status."""
-        body = json.dumps({"session_id": self._session, "type": "session_heartbeat"}).encode()
+        body = json.dumps({"session_id": self.session, "type": "session_heartbeat"}).encode()
         return (await connection.post(b"/api/v1/session_heartbeat", body))[0]
 
     async def submit(self, connection: Connection, number: int) -> tuple[bytes | None, str | None]:

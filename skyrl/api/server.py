@@ -28,7 +28,7 @@ from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.sampling.service import BEAT_S
 from skyrl.storage.db.faults import DatabaseError, outage, reason
 from skyrl.storage.db.repeats import once, repeat
-from skyrl.storage.db.usage import meter_storage
+from skyrl.storage.db.usage import add_storage, metered_storage
 from skyrl.storage.futures.store import SAFETY_POLL_S
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,9 @@ async def _look_after_others(services: Services) -> None:
 
 async def _meter_storage(services: Services) -> None:
     now = time.time()
-    await services.writer.transact(lambda connection: meter_storage(connection, now))
+    metered = await services.database.read_async(lambda connection: metered_storage(connection, now))
+    if metered is not None:
+        await services.writer.transact(lambda connection: add_storage(connection, metered))
 
 
 DRAIN_S = 10.0

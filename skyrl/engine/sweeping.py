@@ -14,6 +14,9 @@ Each engine of a server deletes the files of models in its own scope (`FileScope
 store key names): it knows neither the running saves of another engine nor the adapters that another engine's vLLM has
 loaded. Files of the comparison at an engine's start (`trainer_probes`) have no model: they name their base model. The
 checkpoint store knows its own leftovers.
+
+A sweep looks at LOOKED directories of each kind; the next one goes on from there (`Rounds`). Rows are deleted in short
+transactions with pauses, so that samples are written in between.
 """
 
 from __future__ import annotations
@@ -21,18 +24,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import re
-import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
-from skyrl.base.config.base_models import BaseModelSlot
 from skyrl.base.config.server import ServerConfig
+from skyrl.base.rounds import Rounds
 from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
 from skyrl.base.wire.decoding import decode_json
 from skyrl.base.wire.requests import LoadWeightsCommand
+from skyrl.engine.file_scope import FileScope
 from skyrl.engine.threads import EngineSignals
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
@@ -48,11 +49,10 @@ from skyrl.storage.checkpoint_store.directories import (
 from skyrl.storage.checkpoint_store.held import HeldVersions
 from skyrl.storage.checkpoint_store.versions import model_of, version_at, version_directory, version_in, version_key
 from skyrl.storage.db import adapter_versions, full_weights
-from skyrl.storage.db.checkpoints import Checkpoint, pop_expired, store_keys
-from skyrl.storage.db.database import MAX_NAMED, Connection, Database, Displaced
+from skyrl.storage.db.checkpoints import pop_expired, stored_among
+from skyrl.storage.db.database import MAX_NAMED, Connection, Database, Displaced, in_groups
 from skyrl.storage.db.models import loads_to_repeat, over_among
 from skyrl.storage.db.repeats import repeat
-from skyrl.storage.db.scopes import models_in_scope
 from skyrl.storage.db.uploads import drop_expired, kept_keys
 
 SWEEP_S = 10.0
@@ -93,6 +93,10 @@ GRACE_S = 30.0
 still be writing the row."""
 LISTING_S = 600.0
 """How often an object store is listed, because listing costs requests. Younger files without a row are kept there."""
+LOOKED = 2_000
+"""How many directories of each kind a sweep looks at."""
+STEP_ROWS, PAUSE_S = 50, 0.01
+"""How many rows a write transaction changes, and the pause between two: 50 take some 5 ms of the write lock."""
 
 
 class FileSweeper:
@@ -127,6 +131,12 @@ class FileSweeper:
         self._stored: dict[AdapterVersion, float] = {}
         """The adapters that the last listing found in the checkpoint store under keys of their own, with the time when
         each was stored."""
+        self._listed: dict[AdapterVersion, float] = {}
+        """Those that the running listing has found."""
+        self._adapters = Rounds(self._each_adapter)
+        self._listing = Rounds(lambda: store.walk())
+        self._models = Rounds(self._each_model_directory)
+        self._snapshots = Rounds(lambda: _directories_of_models(config.snapshots_dir))
         self._versions: set[FullWeights] = set()
         """Versions of the full weights that are, or may be, in the checkpoint store under keys of their own."""
         self._newest: FullWeights | None = None
@@ -141,26 +151,44 @@ class FileSweeper:
         """Mark adapter versions that no checkpoint holds and that nobody has sampled from for `unnamed_saves_idle_s`.
         Their files stay for `adapter_versions.NOTICE_S`, in which running samples end."""
         used_before = time.time() - self._config.unnamed_saves_idle_s
-        if idle := self._database.read(lambda c: adapter_versions.idle(c, used_before, self._scope)):
-            dropped = self._database.write(lambda c: adapter_versions.drop(c, idle, used_before))
+        idle = self._database.read(lambda c: adapter_versions.idle(c, used_before, self._scope))
+        for some in in_groups(idle, STEP_ROWS):
+            dropped = self._database.write(lambda c, some=some: adapter_versions.drop(c, some, used_before))
             if dropped:
                 logger.info("dropped adapters that nobody sampled from for long: %s", ", ".join(map(str, dropped)))
+            time.sleep(PAUSE_S)
 
     def unused_adapters(self) -> list[AdapterVersion]:
         """Adapter versions that have files here or in the checkpoint store, and that no sampling session and no
-        checkpoint holds. At most MAX_NAMED; the next call finds the rest."""
-        expired = self._database.write(self._pop_expired)
-        self._expired |= {checkpoint.store_key for checkpoint in expired}
-        paths = [path for model in subdirectories(self._config.adapters_dir) for path in subdirectories(model)]
-        here = (adapter for path in paths if isinstance(adapter := version_in(path), AdapterVersion))
-        found = dict.fromkeys([*here, *self._stored])
-        mine = self._files.among(adapter.model_id for adapter in found)
-        loaded = [adapter for adapter in found if adapter not in self._deletable_at and adapter.model_id in mine]
-        return self._database.read(lambda c: self._unused(c, loaded))
+        checkpoint holds: those among the next LOOKED, at most MAX_NAMED. The next call goes on after them."""
+        self._drop_expired_rows()
+        found: dict[AdapterVersion, None] = {}
+        looked = 0
+        while looked < LOOKED and len(found) < MAX_NAMED and (some := self._adapters.take(MAX_NAMED)):
+            looked += len(some)
+            mine = self._files.among(adapter.model_id for adapter in some)
+            loaded = [each for each in some if each not in self._deletable_at and each.model_id in mine]
+            found |= dict.fromkeys(self._database.read(lambda c, loaded=loaded: self._unused(c, loaded)))
+            if not self._adapters.is_amid:
+                break
+        return list(found)
 
-    def _pop_expired(self, connection: Connection) -> list[Checkpoint]:
-        drop_expired(connection)
-        return pop_expired(connection, time.time(), self._scope)
+    def _each_adapter(self) -> Iterator[AdapterVersion]:
+        for model in subdirectories(self._config.adapters_dir):
+            for path in subdirectories(model):
+                if isinstance(adapter := version_in(path), AdapterVersion):
+                    yield adapter
+        yield from list(self._stored)
+
+    def _drop_expired_rows(self) -> None:
+        """Forget uploads and at most MAX_NAMED checkpoints whose time is over. Their files go with `delete_files`."""
+        self._database.write(drop_expired)
+        for _ in range(MAX_NAMED // STEP_ROWS):
+            expired = self._database.write(lambda c: pop_expired(c, time.time(), self._scope, STEP_ROWS))
+            self._expired |= {checkpoint.store_key for checkpoint in expired}
+            if len(expired) < STEP_ROWS:
+                return
+            time.sleep(PAUSE_S)
 
     def unloaded(self, adapter: AdapterVersion) -> None:
         """Note that no inference server has this adapter any more. Its files may be deleted after GRACE_S."""
@@ -215,7 +243,7 @@ class FileSweeper:
         if not over:
             return
         self._database.write(self._replace_full_weights)
-        kept = self._database.read(store_keys)
+        kept = self._database.read(lambda c: stored_among(c, map(version_key, over)))
         for version in sorted(over, key=str):
             if version_key(version) not in kept:
                 self._delete_stored(version_key(version))
@@ -229,21 +257,12 @@ class FileSweeper:
             self._delete_stored(version_key(adapter))
 
     def _sweep_store(self) -> None:
-        """Delete the files of expired checkpoints. If a listing of the checkpoint store is due, also delete other files
-        without a row."""
+        """Delete the files of expired checkpoints. If a listing of the checkpoint store is due or runs, also delete the
+        files without a row among its next LOOKED keys."""
         unused, self._expired = self._expired, set()
         now = time.time()
         if now >= self._listing_due:
-            self._confirm_claim()
-            self._store.remove_leftovers(self._before(), self._files.has_group)
-            grace_s = LISTING_S if self._remote else GRACE_S
-            listed = self._listed()
-            versions = {key: version for key in listed if (version := version_at(key)) is not None}
-            self._stored = {each: listed[key] for key, each in versions.items() if isinstance(each, AdapterVersion)}
-            self._versions.update(each for each in versions.values() if isinstance(each, FullWeights))
-            old = {key for key, stored_at in listed.items() if stored_at < now - grace_s}
-            unused |= self._without_row(old - versions.keys())
-            self._listing_due = now + (LISTING_S if self._remote else 0.0)
+            unused |= self._list_some(now)
         for key in sorted(unused - self._loaded_keys() if unused else ()):
             version = version_at(key)
             if isinstance(version, FullWeights):
@@ -251,17 +270,31 @@ class FileSweeper:
             elif version is None:  # an adapter may be sampled from without its checkpoint
                 self._delete_stored(key)
 
+    def _list_some(self, now: float) -> set[str]:
+        """Goes on with the listing. Returns the keys without a row that are old enough to be deleted."""
+        self._confirm_claim()
+        if not self._listing.is_amid:
+            self._store.remove_leftovers(self._before(), self._files.has_group)
+            self._listed = {}
+        found = self._listing.take(LOOKED)
+        models = {each.key: model_of(each.key.partition("/")[0]) for each in found}
+        mine = self._files.among(models.values())
+        listed = {each.key: each.stored_at for each in found if models[each.key] in mine}
+        versions = {key: version for key in listed if (version := version_at(key)) is not None}
+        adapters = {each: listed[key] for key, each in versions.items() if isinstance(each, AdapterVersion)}
+        self._listed |= adapters
+        self._stored |= adapters
+        self._versions.update(each for each in versions.values() if isinstance(each, FullWeights))
+        if not self._listing.is_amid:
+            self._stored = self._listed
+            self._listing_due = now + (LISTING_S if self._remote else 0.0)
+        grace_s = LISTING_S if self._remote else GRACE_S
+        return self._without_row({key for key, at in listed.items() if at < now - grace_s} - versions.keys())
+
     def _loaded_keys(self) -> set[str]:
         """The keys of checkpoints that recovery would load again. A later listing finds them when it would not."""
         loads = self._database.read(loads_to_repeat)
         return {key for body in loads if (key := decode_json(LoadWeightsCommand, body).loaded_key) is not None}
-
-    def _listed(self) -> dict[str, float]:
-        """The stored keys of models in the scope, with the times when they were stored."""
-        listed = {found.key: found.stored_at for found in self._store.stored()}
-        models = {key: model_of(key.partition("/")[0]) for key in listed}
-        mine = self._files.among(models.values())
-        return {key: stored_at for key, stored_at in listed.items() if models[key] in mine}
 
     def _replace_full_weights(self, connection: Connection) -> WeightsRef:
         """Close sampling sessions of versions that are not current. Returns the current weights."""
@@ -278,7 +311,7 @@ class FileSweeper:
 
     def _without_row(self, keys: set[str]) -> set[str]:
         groups = {safe_name(model_id) for model_id in self._saving()}
-        kept = self._database.read(lambda c: store_keys(c) | kept_keys(c))
+        kept = self._database.read(lambda c: stored_among(c, keys) | kept_keys(c)) if keys else set[str]()
         return {key for key in keys - kept if key.partition("/")[0] not in groups}
 
     def _before(self) -> float:
@@ -290,31 +323,42 @@ class FileSweeper:
         """Half-written directories of models that are not in scope stay: another engine may be writing them. Those
         beside the models' directories are only deleted, which several processes may do."""
         config, before, files = self._config, self._before(), self._files
-        for root in (config.adapters_dir, config.full_weights_dir, config.snapshots_dir):
-            by_model = {id_of(path.name): path for path in subdirectories(root) if not is_scratch(path)}
-            old = {model_id: found for model_id, path in by_model.items() if (found := old_scratch(path, before))}
-            for path in (*old_scratch(root, before), *(path for model in files.among(old) for path in old[model])):
+        for root in self._roots:
+            for path in old_scratch(root, before):
                 self._remove(path)
-            for path in by_model.values():
-                remove_empty(path)
+        by_model = {path: id_of(path.name) for path in self._models.take(MAX_NAMED)}
+        old = {path: found for path in by_model if (found := old_scratch(path, before))}
+        mine = files.among(by_model[path] for path in old)
+        for path in (scratch for model, found in old.items() if by_model[model] in mine for scratch in found):
+            self._remove(path)
+        for path in by_model:
+            remove_empty(path)
         if config.role.scope.has_rest:
             for path in old_scratch(config.state_dir / "scratch", before):  # of API processes
                 self._remove(path)
-        by_id = {id_of(path.name): path for path in subdirectories(config.snapshots_dir) if not is_scratch(path)}
+        by_id = {id_of(path.name): path for path in self._snapshots.take(MAX_NAMED)}
         for model_id in files.among(self._database.read(lambda c: over_among(c, by_id.keys()))):
             self._remove(by_id[model_id])
+
+    @property
+    def _roots(self) -> tuple[Path, ...]:
+        return self._config.adapters_dir, self._config.full_weights_dir, self._config.snapshots_dir
+
+    def _each_model_directory(self) -> Iterator[Path]:
+        for root in self._roots:
+            yield from _directories_of_models(root)
 
     def _remove(self, path: Path) -> None:
         self._confirm_claim()
         remove(path)
 
     def _unused(self, connection: Connection, adapters: Sequence[AdapterVersion]) -> list[AdapterVersion]:
-        """The unused ones of these adapters, at most MAX_NAMED: old enough, and needed by no checkpoint, no sampling
-        session, no sample and no running save. Makes two queries, however many adapters there are."""
+        """The unused ones of these adapters, which are at most MAX_NAMED: old enough, and needed by no checkpoint, no
+        sampling session, no sample and no running save. Makes two queries, however many adapters there are."""
         saving = self._saving()
-        held = adapter_versions.held(connection, time.time()) if adapters else set()
+        held = adapter_versions.held(connection, time.time(), adapters) if adapters else set()
         free = (adapter for adapter in adapters if adapter not in held and adapter.model_id not in saving)
-        old = list(islice((adapter for adapter in free if self._is_old(adapter)), MAX_NAMED))
+        old = [adapter for adapter in free if self._is_old(adapter)]
         sampled = adapter_versions.sampled_now(connection, old)
         return [adapter for adapter in old if adapter not in sampled]
 
@@ -326,43 +370,12 @@ class FileSweeper:
         return _changed_at(version_directory(self._config.state_dir, adapter)) < now - GRACE_S
 
 
+def _directories_of_models(root: Path) -> list[Path]:
+    return [path for path in subdirectories(root) if not is_scratch(path)]
+
+
 def _changed_at(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
         return math.inf
-
-
-_PROBE = re.compile(r"start-check-\d+-?(.*)")
-
-
-def new_probe(role: BaseModelSlot) -> str:
-    """The name of a model for one comparison. It is new at each start: a server that has loaded a name never loads
-    other files by it. Digits, because two causes of a failed start are compared without their numbers."""
-    number = f"start-check-{secrets.randbelow(10**12)}"
-    return f"{number}-{role.name}" if role.name else number
-
-
-class FileScope:
-    """The models whose files an engine may delete."""
-
-    def __init__(self, role: BaseModelSlot, database: Database) -> None:
-        self._role = role
-        self._database = database
-
-    def among(self, model_ids: Iterable[str]) -> set[str]:
-        """Those of `model_ids` whose files belong to this engine. One query if the server has several engines, and none
-        if it has one."""
-        ids = set(model_ids)
-        if self._role.scope.is_everything:
-            return ids
-        probes = {model_id: match[1] for model_id in ids if (match := _PROBE.fullmatch(model_id)) is not None}
-        own = {model_id for model_id, name in probes.items() if self._owns_probe(name)}
-        return own | self._database.read(lambda c: models_in_scope(c, ids - probes.keys(), self._role.scope))
-
-    def has_group(self, group: str) -> bool:
-        """Whether keys of the checkpoint store that begin with this group belong to this engine."""
-        return bool(self.among([model_of(group)]))
-
-    def _owns_probe(self, role_name: str) -> bool:
-        return role_name == self._role.name or (not role_name and self._role.scope.has_rest)

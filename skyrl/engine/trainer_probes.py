@@ -29,7 +29,7 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.pictures.picture import PlacedPicture, digest_of
 from skyrl.base.pictures.vision import VisionConfig
 from skyrl.base.types.weights import AdapterVersion, LoraSpec
-from skyrl.engine.sweeping import new_probe
+from skyrl.engine.file_scope import new_probe
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
 from skyrl.storage.checkpoint_store.directories import atomic_directory, remove
 from skyrl.storage.checkpoint_store.versions import version_directory, version_key

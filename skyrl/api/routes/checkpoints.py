@@ -31,6 +31,7 @@ from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.db.checkpoints import Checkpoint, Copy, Seen
 from skyrl.storage.db.models import ModelRecord
 
+MANY = 500
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86_400
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _EXTERNAL_SINCE = (0, 30)
@@ -102,7 +103,7 @@ def checkpoint_routes(services: Services) -> Routes:
         """The model of a training run of the tenant. If `seen` includes published checkpoints, also that of another
         tenant's run with a published checkpoint."""
         model = await services.models.record(model_id, tenant)
-        if model is None and seen.published and await services.checkpoints.of_model(model_id, tenant, seen):
+        if model is None and seen.published and await services.checkpoints.of_model(model_id, tenant, seen, 1):
             model = await services.models.record(model_id, None)
         if model is None:
             raise NotFound(f"no training run {model_id!r}", field="training_run_id")
@@ -141,7 +142,12 @@ def checkpoint_routes(services: Services) -> Routes:
         tenant, seen = call.tenant, seen_by_client(call.request, access_scope)
         await visible_run(model_id, tenant, seen)
         saved = await services.checkpoints.of_model(model_id, tenant, seen)
-        return reply({"checkpoints": [checkpoint_json(checkpoint) for checkpoint in saved]})
+
+        def answer() -> Response:
+            return reply({"checkpoints": [checkpoint_json(checkpoint) for checkpoint in saved]})
+
+        # The SDK reads them all at once. A thread, because 100,000 take a second.
+        return answer() if len(saved) <= MANY else await asyncio.to_thread(answer)
 
     @routes.get("/checkpoints", scope="any")
     async def list_checkpoints(

@@ -123,11 +123,11 @@ class Overview:
         run, steps, usage = await self._services.database.read_async(read)
         if run is None:
             raise NotFound(f"no run {model_id!r}", field="run_id")
-        saved = await self._services.checkpoints.of_model(model_id, self._tenant, Seen())
+        saved = await self._services.checkpoints.of_model(model_id, self._tenant, Seen(), MAX_CHECKPOINTS)
         return _run(run, self._services.statuses.of_run(run)) | {
             "server": await self.server(),
             "history": [_step(step) for step in steps],
-            "checkpoints": [_checkpoint(one) | {"name": run.name} for one in saved[-MAX_CHECKPOINTS:][::-1]],
+            "checkpoints": [_checkpoint(one) | {"name": run.name} for one in saved[::-1]],
             "usage": [_usage(line) | {"name": run.name} for line in usage],
         }
 

@@ -88,6 +88,10 @@ class CheckpointStore(Protocol):
         """All complete directories."""
         ...
 
+    def walk(self) -> Iterator[StoredKey]:
+        """As `stored`. A store on a disk looks for each when it is asked for."""
+        ...
+
     def remove_leftovers(self, before: float, wanted: Callable[[str], bool] = any_group) -> None:
         """Remove incomplete directories that are older than `before` (seconds since the epoch), in `wanted` groups."""
         ...

@@ -44,8 +44,13 @@ def subdirectories(parent: Path) -> list[Path]:
 
 def old_scratch(parent: Path, before: float) -> list[Path]:
     """The incomplete directories in `parent` that were last changed before `before` (seconds since the epoch)."""
+    try:
+        with os.scandir(parent) as entries:
+            paths = [parent / entry.name for entry in entries if entry.name.startswith(".tmp-")]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     found = []
-    for path in parent.glob(".tmp-*"):
+    for path in paths:
         with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
             if is_scratch(path) and path.is_dir() and path.stat().st_mtime < before:
                 found.append(path)

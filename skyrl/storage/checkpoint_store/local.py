@@ -93,13 +93,17 @@ class LocalStore:
         remove(self._root / key)
 
     def stored(self) -> list[StoredKey]:
-        keys = []
+        return list(self.walk())
+
+    def walk(self) -> Iterator[StoredKey]:
         for group in subdirectories(self._root):
             for path in subdirectories(group):
-                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                    if not is_scratch(path):
-                        keys.append(StoredKey(f"{group.name}/{path.name}", path.stat().st_mtime))
-        return keys
+                try:
+                    stored_at = path.stat().st_mtime
+                except FileNotFoundError:  # deleted meanwhile
+                    continue
+                if not is_scratch(path):
+                    yield StoredKey(f"{group.name}/{path.name}", stored_at)
 
     def remove_leftovers(self, before: float, wanted: Callable[[str], bool] = any_group) -> None:
         for group in subdirectories(self._root):

@@ -170,6 +170,9 @@ class ObjectStore:
     def stored(self) -> list[StoredKey]:
         return [StoredKey(key, newest) for key, (newest, complete) in self._listed().items() if complete]
 
+    def walk(self) -> Iterator[StoredKey]:
+        return iter(self.stored())
+
     def remove_leftovers(self, before: float, wanted: Callable[[str], bool] = any_group) -> None:
         for path in old_scratch(self._scratch, before):
             remove(path)

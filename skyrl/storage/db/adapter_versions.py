@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
-from itertools import islice
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, delete, func, literal_column, select, text, union_all, update
@@ -108,6 +107,7 @@ OPEN = samplers.c.status == literal_column("'active'")
 OPEN_ADAPTER = OPEN & (samplers.c.weights != literal_column("'base'"))
 _DROPPED = samplers.c.status == literal_column("'dropped'")
 _PENDING = futures.c.status == literal_column("'pending'")
+_ACTIVE_SESSION = _sessions.c.status == literal_column("'active'")
 
 
 class SamplerDropped(NotFound):
@@ -125,14 +125,14 @@ def dropped_sentence(sampling_session_id: str) -> str:
     )
 
 
-def held(connection: Connection, now: float) -> set[WeightsRef]:
-    """Versions that a checkpoint, an open sampling session, an agent session or an OpenAI request needs, or that were
-    dropped less than NOTICE_S ago."""
+def held(connection: Connection, now: float, versions: Collection[AdapterVersion]) -> set[WeightsRef]:
+    """The versions among `versions` (at most MAX_NAMED) that a checkpoint, an open sampling session, an agent session
+    or an OpenAI request needs, or that were dropped less than NOTICE_S ago."""
     queries = (
-        select(samplers.c.weights).where(OPEN_ADAPTER),
+        select(samplers.c.weights).where(samplers.c.weights.in_(versions), OPEN),
         select(samplers.c.weights).where(_DROPPED, samplers.c.closed_at > now - NOTICE_S),
-        select(checkpoints.c.weights).where(checkpoints.c.weights.is_not(None)),
-        select(uses.c.weights).where(uses.c.used_until > now),
+        select(checkpoints.c.weights).where(checkpoints.c.weights.in_(versions)),
+        select(uses.c.weights).where(uses.c.weights.in_(versions), uses.c.used_until > now),
         pinned(),
     )
     return set(connection.execute(union_all(*queries)).scalars())
@@ -144,11 +144,16 @@ def in_use(connection: Connection, used_since: float, limit: int, scope: Scope =
     query = (
         select(samplers.c.weights)
         .where(OPEN_ADAPTER, samplers.c.last_used_at >= used_since, in_scope(samplers.c.base_model, scope))
-        .group_by(samplers.c.weights)
-        .order_by(func.max(samplers.c.last_used_at).desc(), samplers.c.weights)
+        .order_by(samplers.c.last_used_at.desc(), samplers.c.weights)
     )
-    found = connection.execute(query).scalars()
-    return list(islice((weights for weights in found if isinstance(weights, AdapterVersion)), limit))
+    found: dict[AdapterVersion, None] = {}
+    with connection.execute(query, execution_options={"yield_per": MAX_NAMED}) as rows:
+        for weights in rows.scalars():
+            if len(found) == limit:
+                break
+            if isinstance(weights, AdapterVersion):
+                found[weights] = None
+    return list(found)
 
 
 def sampled_now(connection: Connection, versions: Collection[AdapterVersion]) -> set[WeightsRef]:
@@ -227,8 +232,11 @@ def note_uses(connection: Connection, sampler_ids: Collection[str], at: float) -
 
 def unsaved_bytes(connection: Connection, tenant: str | None = None) -> dict[str, int]:
     """By tenant: the bytes of versions that open sampling sessions need and no checkpoint has. With `tenant`, only of
-    that tenant."""
-    wanted = OPEN_ADAPTER if tenant is None else OPEN_ADAPTER & (samplers.c.tenant == tenant)
+    that tenant's active sessions, from which the query starts."""
+    wanted = OPEN_ADAPTER
+    if tenant is not None:
+        active = select(_sessions.c.id).where(_sessions.c.tenant == tenant, _ACTIVE_SESSION)
+        wanted &= samplers.c.session_id.in_(active) & (samplers.c.tenant == tenant)
     versions = (
         select(samplers.c.tenant, func.max(samplers.c.size_bytes).label("size"))
         .where(wanted, _unsaved())
@@ -239,10 +247,14 @@ def unsaved_bytes(connection: Connection, tenant: str | None = None) -> dict[str
     return {row.tenant: int(row.total or 0) for row in connection.execute(query)}
 
 
-def forget_closed(connection: Connection, closed_before: float, limit: int) -> int:
-    """Delete at most `limit` rows of sampling sessions that closed before `closed_before`, if their session has ended.
-    Returns the number of deleted rows."""
-    living = select(_sessions.c.id).where(_sessions.c.id == samplers.c.session_id, _sessions.c.status == "active")
+def closed(connection: Connection, closed_before: float, limit: int) -> list[str]:
+    """Ids of at most `limit` sampling sessions that closed before `closed_before`, the first first, whose session has
+    ended. Call it in a read transaction: it also reads the dropped ones of living sessions, which may be many."""
+    living = select(_sessions.c.id).where(_sessions.c.id == samplers.c.session_id, _ACTIVE_SESSION)
     old = select(samplers.c.id).where(samplers.c.closed_at < closed_before, ~living.exists())
-    old = old.order_by(samplers.c.closed_at).limit(limit)
-    return connection.execute(delete(samplers).where(samplers.c.id.in_(old))).rowcount
+    return list(connection.execute(old.order_by(samplers.c.closed_at).limit(limit)).scalars())
+
+
+def forget(connection: Connection, sampler_ids: Collection[str]) -> None:
+    """Delete the rows of these sampling sessions, at most MAX_NAMED."""
+    connection.execute(delete(samplers).where(samplers.c.id.in_(sampler_ids)))

@@ -7,12 +7,14 @@ other values. Projects are a tenant's own names, so a search by project finds th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from heapq import merge
 from typing import Any
 
-from sqlalchemy import Connection, false, or_, select
+from sqlalchemy import ColumnElement, Connection, false, or_, select
 
-from skyrl.storage.db.checkpoints import Checkpoint, Seen, checkpoint_of, checkpoints
+from skyrl.storage.db.checkpoints import NEWEST_FIRST, Checkpoint, Seen, checkpoint_of, checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import models
 from skyrl.storage.db.sessions import in_project, sessions
@@ -66,7 +68,7 @@ def _microseconds(row: Any) -> int:
 
 
 def _candidates(connection: Connection, tenant: str, query: CheckpointQuery) -> Iterator[Any]:
-    wanted = [query.seen.by(tenant)]
+    wanted: list[ColumnElement[bool]] = []
     if query.owners is not None:
         wanted.append(checkpoints.c.tenant.in_(query.owners))
     if query.base_models is not None:
@@ -77,10 +79,13 @@ def _candidates(connection: Connection, tenant: str, query: CheckpointQuery) -> 
         wanted.append(checkpoints.c.model_id.in_(of_project.where(sessions.c.tenant == tenant, in_one)))
     if query.after is not None:
         wanted.append(checkpoints.c.created_at <= query.after[0] / 1e6 + _MICROSECOND)
-    order = checkpoints.c.created_at.desc(), checkpoints.c.id.desc()
-    statement = select(checkpoints).where(*wanted).order_by(*order)
-    with connection.execute(statement, execution_options={"yield_per": 500}) as rows:
-        for row in rows:
+    statement = select(checkpoints).where(*wanted).order_by(*NEWEST_FIRST)
+    with ExitStack() as opened:
+        parts = [
+            opened.enter_context(connection.execute(statement.where(part), execution_options={"yield_per": 500}))
+            for part in query.seen.parts(tenant)
+        ]
+        for row in merge(*parts, key=lambda row: (row.created_at, row.id), reverse=True):
             if (query.after is None or (_microseconds(row), row.id) < query.after) and _matches(row, query):
                 yield row
 

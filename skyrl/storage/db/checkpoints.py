@@ -6,17 +6,30 @@ A copy of a checkpoint belongs to a model that is not in training. Its session m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Executable, Select, and_, delete, func, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Executable,
+    Select,
+    and_,
+    delete,
+    func,
+    insert,
+    or_,
+    select,
+    union_all,
+    update,
+)
 
 from skyrl.base.types.weights import EVERYTHING, AdapterVersion, LoraSpec, Scope, WeightsRef
 from skyrl.base.wire.paths import KINDS, CheckpointKind, TinkerPath
 from skyrl.storage.db import audit, usage
 from skyrl.storage.db.columns import lora_of, lora_values, record_of
-from skyrl.storage.db.database import MAX_NAMED, Database
+from skyrl.storage.db.database import MAX_NAMED, Database, in_groups
 from skyrl.storage.db.models import Model, find_model, model_values, models
 from skyrl.storage.db.scopes import in_scope
 from skyrl.storage.db.sessions import sessions
@@ -24,6 +37,7 @@ from skyrl.storage.db.tables import CheckpointRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 checkpoints = CheckpointRow.__table__  # type: ignore[attr-defined]
+NEWEST_FIRST = checkpoints.c.created_at.desc(), checkpoints.c.id.desc()
 
 LOST = "lost/"
 """Begins the keys of checkpoints that version 0.2 could not put into the checkpoint store. Nothing is stored there."""
@@ -85,9 +99,14 @@ class Seen:
     kinds: tuple[CheckpointKind, ...] = KINDS
 
     def by(self, tenant: str) -> ColumnElement[bool]:
+        return or_(*self.parts(tenant))
+
+    def parts(self, tenant: str) -> list[ColumnElement[bool]]:
+        """Conditions that exclude each other: own ones, and published ones of others. Each has an index in the order
+        of creation; both together have none."""
         mine = checkpoints.c.tenant == tenant
-        whose = mine | checkpoints.c.public.is_(True) if self.published else mine
-        return and_(whose, checkpoints.c.kind.in_(self.kinds), _live())
+        whose = [mine, checkpoints.c.public.is_(True) & (checkpoints.c.tenant != tenant)] if self.published else [mine]
+        return [and_(part, checkpoints.c.kind.in_(self.kinds), _live()) for part in whose]
 
 
 def _first(connection: Connection, query: Select[Any]) -> Checkpoint | None:
@@ -133,11 +152,13 @@ def put(connection: Connection, checkpoint: Checkpoint, copy_key: str | None = N
     connection.execute(insert(checkpoints), values)
 
 
-def pop_expired(connection: Connection, now: float, scope: Scope = EVERYTHING) -> list[Checkpoint]:
-    """Delete the rows of at most MAX_NAMED checkpoints that have expired. Returns them, so that their files are deleted
+def pop_expired(
+    connection: Connection, now: float, scope: Scope = EVERYTHING, limit: int = MAX_NAMED
+) -> list[Checkpoint]:
+    """Delete the rows of at most `limit` checkpoints that have expired. Returns them, so that their files are deleted
     too."""
     expired = select(checkpoints).where(checkpoints.c.expires_at <= now, in_scope(checkpoints.c.base_model, scope))
-    rows = list(connection.execute(expired.limit(MAX_NAMED)))
+    rows = list(connection.execute(expired.limit(limit)))
     gone = [checkpoint_of(row) for row in rows]
     for checkpoint in gone:
         path = checkpoint.path
@@ -147,9 +168,20 @@ def pop_expired(connection: Connection, now: float, scope: Scope = EVERYTHING) -
     return gone
 
 
-def store_keys(connection: Connection) -> set[str]:
-    """The keys in the checkpoint store of all checkpoints."""
-    return set(connection.execute(select(checkpoints.c.store_key)).scalars())
+def stored_among(connection: Connection, keys: Iterable[str]) -> set[str]:
+    """Those of these keys in the checkpoint store that are checkpoints'."""
+    found: set[str] = set()
+    for some in in_groups(keys):
+        found.update(
+            connection.execute(select(checkpoints.c.store_key).where(checkpoints.c.store_key.in_(some))).scalars()
+        )
+    return found
+
+
+def count_stored(connection: Connection) -> int:
+    """The number of checkpoints that were put into a checkpoint store."""
+    stored = ~checkpoints.c.store_key.startswith(LOST, autoescape=True)
+    return connection.execute(select(func.count()).select_from(checkpoints).where(stored)).scalar_one()
 
 
 def store_key_of(connection: Connection, weights: WeightsRef) -> str | None:
@@ -180,10 +212,11 @@ class Checkpoints:
         """As the function `store_key_of`."""
         return await self._database.read_async(lambda c: store_key_of(c, weights))
 
-    async def of_model(self, model_id: str, tenant: str, seen: Seen) -> list[Checkpoint]:
-        """A model's live checkpoints, oldest first."""
+    async def of_model(self, model_id: str, tenant: str, seen: Seen, newest: int | None = None) -> list[Checkpoint]:
+        """A model's live checkpoints, oldest first; only so many of the newest if that is given."""
         query = select(checkpoints).where(checkpoints.c.model_id == model_id, seen.by(tenant))
-        return await self._database.read_async(lambda c: _all(c, query.order_by(checkpoints.c.created_at)))
+        query = query.order_by(*NEWEST_FIRST).limit(newest)
+        return await self._database.read_async(lambda c: _all(c, query)[::-1])
 
     async def latest(self, model_ids: list[str], tenant: str, seen: Seen) -> list[Checkpoint]:
         """The newest live checkpoint of each kind of these models."""
@@ -204,10 +237,17 @@ class Checkpoints:
 
     async def page(self, tenant: str, limit: int, offset: int, seen: Seen) -> tuple[list[Checkpoint], int]:
         """Live checkpoints, newest first, and how many there are."""
-        order = (checkpoints.c.created_at.desc(), checkpoints.c.id.desc())
-        query = select(checkpoints).where(seen.by(tenant)).order_by(*order).limit(limit).offset(offset)
-        count = select(func.count()).select_from(checkpoints).where(seen.by(tenant))
-        return await self._database.read_async(lambda c: (_all(c, query), c.execute(count).scalar_one()))
+        parts = seen.parts(tenant)
+        ids = select(checkpoints.c.id).order_by(*NEWEST_FIRST).limit(offset + limit)
+        newest = union_all(*(select(ids.where(part).subquery().c.id) for part in parts))
+        query = select(checkpoints).where(checkpoints.c.id.in_(newest)).order_by(*NEWEST_FIRST)
+        counts = [select(func.count()).select_from(checkpoints).where(part) for part in parts]
+
+        def read(connection: Connection) -> tuple[list[Checkpoint], int]:
+            found = _all(connection, query.limit(limit).offset(offset))
+            return found, sum(connection.execute(count).scalar_one() for count in counts)
+
+        return await self._database.read_async(read)
 
     async def change(self, path: TinkerPath, tenant: str, event: str, details: dict[str, Any], **values: Any) -> bool:
         """Update columns (public, expires_at); False if the tenant has no such checkpoint."""

@@ -229,10 +229,10 @@ class Database:
         self._syncing_writer.dispose()
 
 
-def in_groups(ids: Iterable[str]) -> list[list[str]]:
-    """The ids in groups of at most MAX_NAMED, in their order."""
+def in_groups(ids: Iterable[str], most: int = MAX_NAMED) -> list[list[str]]:
+    """The ids in groups of at most `most`, in their order."""
     named = list(ids)
-    return [named[start : start + MAX_NAMED] for start in range(0, len(named), MAX_NAMED)]
+    return [named[start : start + most] for start in range(0, len(named), most)]
 
 
 def _supported(url: URL) -> URL:

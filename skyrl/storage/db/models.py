@@ -144,14 +144,12 @@ def count_executed(connection: Connection, model_id: str, first_seq: int) -> int
 def loads_to_repeat(connection: Connection) -> list[bytes]:
     """The bodies of the loads that no snapshot of their living models holds: recovery would repeat them. Asks for the
     kind first, because SQLite reads the whole body of a row to get its status."""
-    bodies: list[bytes] = []
-    for model in living(connection):
-        loads = (futures.c.kind == Kind.LOAD_WEIGHTS) & _executed(model.id, model.next_seq)
-        bodies += connection.execute(select(futures.c.body).where(loads)).scalars()
-    return bodies
+    loads = (futures.c.kind == Kind.LOAD_WEIGHTS) & _executed(models.c.id, models.c.next_seq)
+    query = select(futures.c.body).join(models, models.c.id == futures.c.model_id)
+    return list(connection.execute(query.where(models.c.status.in_(LIVING), loads)).scalars())
 
 
-def _executed(model_id: str, first_seq: int) -> ColumnElement[bool]:
+def _executed(model_id: str | ColumnElement[str], first_seq: int | ColumnElement[int]) -> ColumnElement[bool]:
     dropped_gradient = and_(
         futures.c.status == "failed",
         futures.c.kind == Kind.OPTIM_STEP,
@@ -332,7 +330,8 @@ class Models:
         of that project's sessions."""
         wanted: ColumnElement[bool] = models.c.tenant == tenant
         if project_id is not None:
-            wanted &= models.c.session_id.in_(select(sessions.c.id).where(in_project(project_id)))
+            of_project = select(sessions.c.id).where(sessions.c.tenant == tenant, in_project(project_id))
+            wanted &= models.c.session_id.in_(of_project)
         query = select(models).where(wanted).order_by(models.c.created_at.desc()).limit(limit).offset(offset)
         count = select(func.count()).select_from(models).where(wanted)
         return await self._database.read_async(

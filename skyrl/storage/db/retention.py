@@ -1,7 +1,9 @@
 """Deletes old rows (finished requests, pictures, closed sampling sessions, custom losses, agent sessions, steps of
 runs), then gives their space back to the disk.
 
-Works in steps. Each step holds the write lock for some milliseconds, and other writers run between two steps.
+Works in steps. Each step holds the write lock for some milliseconds, and other writers run between two steps. The
+number of rows of a step follows from the time that the last one took (`StepSize`), because a sample waits for up to two
+steps.
 """
 
 from __future__ import annotations
@@ -9,12 +11,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, delete, func, select
 
-from skyrl.storage.db import agents, custom_losses, pictures, run_steps
-from skyrl.storage.db.adapter_versions import forget_closed
+from skyrl.storage.db import adapter_versions, agents, custom_losses, pictures, run_steps
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
 from skyrl.storage.db.sessions import Continuity
@@ -24,6 +25,13 @@ from skyrl.storage.db.writer import GroupCommitWriter
 FORGET_ROWS, FORGET_BYTES = 250, 4 * 2**20
 VACUUM_PAGES = 250
 """The most rows and bytes that one step deletes, and the most pages that one step gives back."""
+
+STEP_S = 0.004
+FIRST_ROWS, LEAST_ROWS = 50, 25
+"""How long a step should hold the write lock, and how many rows or pages the first and the smallest steps have."""
+
+LOOK_ROWS = 5_000
+"""How many rows are looked for at once, where that is not part of the step."""
 
 PAUSE_S = 0.01
 """The pause between two steps. A process that waits for the lock asks for it every few milliseconds."""
@@ -51,6 +59,8 @@ LONG_LOG_BYTES = 64 * 2**20
 
 INCREMENTAL = 2
 """The value of `PRAGMA auto_vacuum` for a file that can give pages back."""
+
+T = TypeVar("T")
 
 _models: Any = ModelRow.__table__  # type: ignore[attr-defined]
 
@@ -99,6 +109,31 @@ def give_back(connection: Connection, pages: int) -> None:
         driver.execute("PRAGMA incremental_vacuum(1)")
 
 
+class StepSize:
+    """How many rows or pages the next step has: as many as fit STEP_S if they take as long as those of the last step,
+    at most twice as many, and at most `most`."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.number = min(most, FIRST_ROWS)
+
+    def took(self, seconds: float) -> None:
+        fitting = int(self.number * min(2.0, STEP_S / max(seconds, 1e-6)))
+        self.number = min(self._most, max(LEAST_ROWS, fitting))
+
+    def measured(self, change: Callable[[Connection, int], T]) -> Callable[[Connection], T]:
+        """The change, with the number of its rows; how long it takes is noted."""
+        number = self.number
+
+        def measure(connection: Connection) -> T:
+            began = time.perf_counter()
+            result = change(connection, number)
+            self.took(time.perf_counter() - began)
+            return result
+
+        return measure
+
+
 class Retention:
     """Keeps the size of one database in proportion to its rows. A request is kept for `retention_s` after its end, an
     agent session for `agent_retention_s`."""
@@ -136,26 +171,39 @@ class Retention:
     async def _forget(self) -> None:
         now = time.time()
         if self._continuity is None or self._continuity.seconds >= min(self._retention_s, AFTER_GAP_S):
-            await self._in_steps(lambda c: forget(c, now - self._retention_s, FORGET_ROWS), 1)
-        await self._in_steps(lambda c: forget_closed(c, now - SAMPLING_SESSIONS_S, FORGET_ROWS), FORGET_ROWS)
+            await self._in_steps(lambda c, limit: forget(c, now - self._retention_s, limit))
+        await self._forget_sampling_sessions(now - SAMPLING_SESSIONS_S)
         ended = now - SAMPLING_SESSIONS_S
-        await self._in_steps(lambda c: custom_losses.forget(c, ended, FORGET_ROWS), FORGET_ROWS)
-        await self._in_steps(lambda c: pictures.forget(c, now), 1)
-        await self._in_steps(lambda c: agents.forget(c, now - self._agent_retention_s), 1)
-        await self._in_steps(lambda c: run_steps.forget(c, now - HISTORY_S), run_steps.FORGET_STEPS)
+        await self._in_steps(lambda c, limit: custom_losses.forget(c, ended, limit))
+        await self._in_steps(lambda c, _: pictures.forget(c, now))
+        await self._in_steps(lambda c, _: agents.forget(c, now - self._agent_retention_s))
+        await self._in_steps(lambda c, limit: run_steps.forget(c, now - HISTORY_S, limit))
 
-    async def _in_steps(self, forget_some: Callable[[Connection], int], full_step: int) -> None:
-        """Call `forget_some`, each time in a transaction of its own, until it deletes fewer than `full_step` rows."""
+    async def _forget_sampling_sessions(self, closed_before: float) -> None:
+        """They are looked for without the write lock."""
         while True:
-            if await self._writer.transact(forget_some) < full_step:
+            closed = await self._database.read_async(lambda c: adapter_versions.closed(c, closed_before, LOOK_ROWS))
+            left, size = closed, StepSize(FORGET_ROWS)
+            while left:
+                some, left = left[: size.number], left[size.number :]
+                await self._writer.transact(size.measured(lambda c, _, some=some: adapter_versions.forget(c, some)))
+                await asyncio.sleep(PAUSE_S)
+            if len(closed) < LOOK_ROWS:
+                return
+
+    async def _in_steps(self, forget_some: Callable[[Connection, int], int]) -> None:
+        """Call `forget_some`, each time in a transaction of its own and with the most rows that it may delete, until it
+        deletes none."""
+        size = StepSize(FORGET_ROWS)
+        while True:
+            if not await self._writer.transact(size.measured(forget_some)):
                 return
             await asyncio.sleep(PAUSE_S)
 
     async def _give_back(self) -> bool:
-        shrunk = False
+        shrunk, size = False, StepSize(VACUUM_PAGES)
         while (spare := await self._database.read_async(spare_pages)) > 0:
-            step = min(spare, VACUUM_PAGES)
-            await self._writer.transact(lambda c, pages=step: give_back(c, pages))
+            await self._writer.transact(size.measured(lambda c, most, spare=spare: give_back(c, min(spare, most))))
             shrunk = True
             await asyncio.sleep(PAUSE_S)
         return shrunk

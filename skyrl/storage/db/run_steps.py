@@ -29,8 +29,6 @@ CHECK_EVERY = 100
 MAX_SUM = 1e30
 """In absolute value, of one pass. So the sums of a step stay finite: PostgreSQL refuses larger ones than a double
 holds, and SQLite stores a sum that is no number as NULL."""
-FORGET_STEPS = 1_000
-"""The most steps that one transaction of `forget` deletes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +125,11 @@ def _halve_if_full(connection: Connection, model_id: str) -> None:
     connection.execute(one, [{"number": number} for number in numbers[:-1:2]])
 
 
-def forget(connection: Connection, before: float) -> int:
-    """Delete steps that were last changed before `before` (seconds since the epoch): at most FORGET_STEPS. Returns the
+def forget(connection: Connection, before: float, limit: int) -> int:
+    """Delete steps that were last changed before `before` (seconds since the epoch): at most `limit`. Returns the
     number of deleted steps."""
     old = connection.execute(
-        select(steps.c.model_id, steps.c.step).where(steps.c.updated_at < before).limit(FORGET_STEPS)
+        select(steps.c.model_id, steps.c.step).where(steps.c.updated_at < before).limit(limit)
     ).all()
     one = delete(steps).where(steps.c.model_id == bindparam("model"), steps.c.step == bindparam("number"))
     if old:

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, insert, select, text
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.storage.checkpoint_store.base import OWNER, StoreError
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.storage.db.checkpoints import LOST, store_keys
+from skyrl.storage.db.checkpoints import count_stored
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.tables import StoreRow
 
@@ -35,7 +35,7 @@ def claim_store(config: ServerConfig, database: Database, server: str) -> None:
         """The text, and how many checkpoints the store has had before."""
         row = connection.execute(select(stores.c.owner).where(stores.c.url == url)).first()
         if row is not None:
-            return row.owner, sum(not key.startswith(LOST) for key in store_keys(connection))
+            return row.owner, count_stored(connection)
         owner = secrets.token_hex(16)
         connection.execute(insert(stores), {"url": url, "owner": owner})
         return owner, 0

@@ -34,9 +34,12 @@ class SessionRow(SQLModel, table=True):
     """A session of one client process. `status` is active, finished or expired. The tenant chooses `project_id`."""
 
     __tablename__ = "sessions"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = (Index("ix_sessions_active_tenant", "tenant", sqlite_where=_ACTIVE, postgresql_where=_ACTIVE),)
+    __table_args__ = (
+        Index("ix_sessions_active_tenant", "tenant", sqlite_where=_ACTIVE, postgresql_where=_ACTIVE),
+        Index("ix_sessions_tenant_created_at", "tenant", "created_at", "id"),
+    )
     id: str = Field(primary_key=True)
-    tenant: str = Field(index=True)
+    tenant: str
     status: str = Field(index=True)
     created_at: float
     heartbeat_at: float
@@ -57,9 +60,10 @@ class ModelRow(SQLModel, table=True):
     save has taken where versions go to the checkpoint store; there a save takes its number before it writes files."""
 
     __tablename__ = "models"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (Index("ix_models_tenant_created_at", "tenant", "created_at"),)
     id: str = Field(primary_key=True)
     session_id: str = Field(index=True, foreign_key="sessions.id")
-    tenant: str = Field(index=True)
+    tenant: str
     model_seq_id: int
     base_model: str
     status: str = Field(index=True)
@@ -222,13 +226,23 @@ class CheckpointRow(SQLModel, table=True):
     made it."""
 
     __tablename__ = "checkpoints"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = (UniqueConstraint("model_id", "kind", "name"),)
+    __table_args__ = (
+        UniqueConstraint("model_id", "kind", "name"),
+        Index("ix_checkpoints_tenant_created_at", "tenant", "created_at", "id"),
+        Index(
+            "ix_checkpoints_public",
+            "created_at",
+            "id",
+            sqlite_where=text("public IS 1"),
+            postgresql_where=text("public IS true"),
+        ),
+    )
     id: int | None = Field(default=None, primary_key=True)
-    tenant: str = Field(index=True)
+    tenant: str
     model_id: str
     kind: str
     name: str
-    store_key: str
+    store_key: str = Field(index=True)
     weights: WeightsRef | None = Field(default=None, sa_column=Column(WeightsText, index=True))
     copy_key: str | None = Field(default=None, index=True, unique=True)
     base_model: str

@@ -47,6 +47,9 @@ class UsageKind(StrEnum):
     STORAGE = "storage"
 
 
+_STORAGE = _meters.c.name == UsageKind.STORAGE
+
+
 class UsageKey(NamedTuple):
     """The key of one sum. `bucket` is the start of an hour in UTC, in seconds since the epoch. `session_id` and
     `model_id` may be empty, see `UsageRow`."""
@@ -128,20 +131,27 @@ def _sample_keys(
     )
 
 
-def meter_storage(connection: Connection, now: float) -> None:
-    """Count the storage of live checkpoints from the last call until `now` (seconds since the epoch). Time in which no
-    server runs counts, too.
+@dataclass(frozen=True, slots=True)
+class Metered:
+    """The storage of live checkpoints between two times, in seconds since the epoch. `since` is None on a database that
+    was never metered: then nothing counts."""
 
-    The first call on a database counts nothing. A checkpoint that is deleted between two calls is counted until the
-    earlier call.
+    since: float | None
+    until: float
+    amounts: dict[UsageKey, float]
+
+
+def metered_storage(connection: Connection, now: float) -> Metered | None:
+    """The storage since the last call of `add_storage` until `now`. None if somebody set the clock back. Time in which
+    no server runs counts, too. Reads all checkpoints: call it in a read transaction.
+
+    A checkpoint that is deleted between two calls is counted until the earlier call.
     """
-    meter = _meters.c.name == UsageKind.STORAGE
-    since = connection.execute(select(_meters.c.counted_until).where(meter)).scalar()
+    since = connection.execute(select(_meters.c.counted_until).where(_STORAGE)).scalar()
     if since is None:
-        connection.execute(insert(_meters), {"name": UsageKind.STORAGE, "counted_until": now})
-        return
-    if now <= since:  # somebody set the clock back
-        return
+        return Metered(None, now, {})
+    if now <= since:
+        return None
     created, expires = _checkpoints.c.created_at, _checkpoints.c.expires_at
     # Most checkpoints live through the whole time: the database adds them up, a row for each tenant and base model.
     group = (
@@ -164,8 +174,18 @@ def meter_storage(connection: Connection, now: float) -> None:
             key = UsageKey(row.tenant, bucket, "", "", row.base_model, UsageKind.STORAGE)
             amounts[key] = amounts.get(key, 0) + int(row.size) / GIGABYTE * part / HOUR_S
             start += part
-    add(connection, amounts)
-    connection.execute(update(_meters).where(meter).values(counted_until=now))
+    return Metered(since, now, amounts)
+
+
+def add_storage(connection: Connection, metered: Metered) -> None:
+    """Add what was metered, unless another process has metered the same time."""
+    if metered.since is None:
+        if connection.execute(select(_meters.c.name).where(_STORAGE)).first() is None:
+            connection.execute(insert(_meters), {"name": UsageKind.STORAGE, "counted_until": metered.until})
+        return
+    same = _STORAGE & (_meters.c.counted_until == metered.since)
+    if connection.execute(update(_meters).where(same).values(counted_until=metered.until)).rowcount:
+        add(connection, metered.amounts)
 
 
 def add_once(connection: Connection, counter: str, at: float, amounts: Mapping[UsageKey, float]) -> None:

@@ -31,14 +31,21 @@ from skyrl.storage.db.usage import (
     UsageKind,
     add,
     add_once,
+    add_storage,
     bucket_of,
-    meter_storage,
+    metered_storage,
     usage,
 )
 from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_BOTH
 
 TENANT, OTHER = tenant_of_key("tml-one"), {"X-API-Key": "tml-two"}
+
+
+def meter(database: Database, now: float) -> None:
+    metered = database.read(lambda c: metered_storage(c, now))
+    if metered is not None:
+        database.write(lambda c: add_storage(c, metered))
 
 
 def hour(seconds: float) -> str:
@@ -179,10 +186,10 @@ def test_storage_is_size_times_time_split_by_the_hour(database: Database) -> Non
     ]
     for row in rows:
         database.write(lambda c, row=row: c.execute(insert(checkpoints), row))
-    database.write(lambda c: meter_storage(c, start))
+    meter(database, start)
     assert database.read(lambda c: c.execute(select(usage)).all()) == [], "no usage is known before the first reading"
     for now in (start + 60, start + 60, start + 2000, start + 1900, start + 5400):
-        database.write(lambda c, now=now: meter_storage(c, now))
+        meter(database, now)
     found = database.read(lambda c: c.execute(select(usage).order_by(usage.c.bucket)).all())
     assert {row.kind for row in found} == {"storage"}
     assert {(row.tenant, row.session_id, row.base_model) for row in found} == {(TENANT, "", BASE)}
@@ -194,31 +201,44 @@ def test_storage_is_size_times_time_split_by_the_hour(database: Database) -> Non
 
 @ON_BOTH
 def test_checkpoints_that_live_through_a_minute_are_added_up_by_the_database(database: Database) -> None:
-    """However many there are: the write lock is held meanwhile."""
+    """However many there are, and without the write lock."""
     start = bucket_of(time.time()) - HOUR_S
     rows = [saved(str(number), 10**9, start - number) for number in range(50)]
     rows.append(saved("gone", 10**9, start - 9, expires_at=start + 30))
     database.write(lambda c: c.execute(insert(checkpoints), [{"expires_at": None} | row for row in rows]))
-    database.write(lambda c: meter_storage(c, start))
+    meter(database, start)
     sent: list[tuple[str, Any]] = []
 
     def note(_: Any, __: Any, statement: str, parameters: Any, *___: Any) -> None:
         sent.append((statement, parameters))
 
-    sql_event.listen(database.writer, "before_cursor_execute", note)
-    database.write(lambda c: meter_storage(c, start + 60))
-    sql_event.remove(database.writer, "before_cursor_execute", note)
+    sql_event.listen(database.reader, "before_cursor_execute", note)
+    meter(database, start + 60)
+    sql_event.remove(database.reader, "before_cursor_execute", note)
     ((query, parameters),) = [each for each in sent if "FROM checkpoints" in each[0]]
     assert len(database.read(lambda c: c.exec_driver_sql(query, parameters).all())) == 2
     (amount,) = database.read(lambda c: c.execute(select(usage.c.amount)).scalars().all())
     assert amount == pytest.approx((50 * 60 + 30) / HOUR_S)
 
 
+@ON_BOTH
+def test_of_two_processes_that_meter_the_same_time_one_counts(database: Database) -> None:
+    start = bucket_of(time.time()) - 2 * HOUR_S
+    database.write(lambda c: c.execute(insert(checkpoints), saved("all", 10**9, start - 9)))
+    for at in (start, start + 1800):
+        both = [database.read(lambda c, at=at: metered_storage(c, at)) for _ in range(2)]
+        for metered in both:
+            assert metered is not None
+            database.write(lambda c, metered=metered: add_storage(c, metered))
+    (amount,) = database.read(lambda c: c.execute(select(usage.c.amount)).scalars().all())
+    assert amount == pytest.approx(0.5)
+
+
 async def test_storage_is_reported_without_a_session(api: Api, database: Database) -> None:
     now = float(bucket_of(time.time()))
     database.write(lambda c: c.execute(insert(checkpoints), saved("a", 3 * 10**9, now - 100)))
     for at in (now, now + 360):
-        database.write(lambda c, at=at: meter_storage(c, at))
+        meter(database, at)
     (event,) = (await events(api))["data"]
     assert event["event_info"] == {"type": "storage", "gigabyte_hours": pytest.approx(0.3)}
     assert event["session_id"] is None
@@ -337,7 +357,7 @@ def test_the_counters_of_ended_processes_leave_no_rows(database: Database) -> No
     noon = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
     for name, at in (("gone", noon), ("there", noon + HOUR_S), ("new", noon + 25 * HOUR_S - 1)):
         database.write(lambda c, name=name, at=at: add_once(c, name, at, {}))
-    database.write(lambda c: meter_storage(c, noon))
+    meter(database, noon)
     names = select(MeterRow.__table__.c.name)  # type: ignore[attr-defined]
     assert set(database.read(lambda c: c.execute(names).scalars().all())) == {
         "samples there",

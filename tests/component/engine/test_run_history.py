@@ -13,7 +13,7 @@ from sqlalchemy import func, select, update
 
 from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import LoraSpec
-from skyrl.storage.db import run_steps
+from skyrl.storage.db import retention, run_steps
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.models import Model, add_model
 from skyrl.storage.db.retention import Retention
@@ -252,7 +252,7 @@ def test_the_bound_is_2000_steps_a_run() -> None:
 async def test_steps_without_news_for_90_days_are_deleted(
     database: Database, writer: GroupCommitWriter, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_steps, "FORGET_STEPS", 2)  # so that the sweep needs several transactions
+    monkeypatch.setattr(retention, "FORGET_ROWS", 2)  # so that the sweep needs several transactions
     table, now, day_s = run_steps.steps, time.time(), 86_400.0
 
     def make_old(connection: Connection) -> None:

@@ -24,13 +24,14 @@ from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, LoraSpec, WeightsRef
 from skyrl.base.wire.paths import TinkerPath
 from skyrl.engine import sweeping
-from skyrl.engine.sweeping import FileScope, FileSweeper, new_probe
+from skyrl.engine.file_scope import FileScope, new_probe
+from skyrl.engine.sweeping import FileSweeper
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.checkpoint_store.versions import version_directory, version_key
 from skyrl.storage.db import full_weights
 from skyrl.storage.db.adapter_versions import NEWEST, samplers
-from skyrl.storage.db.checkpoints import Checkpoint, put, store_keys
+from skyrl.storage.db.checkpoints import Checkpoint, checkpoints, put
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
 from skyrl.storage.db.models import Model, model_values, models
@@ -375,7 +376,8 @@ def test_idle_adapters_and_expired_checkpoints_are_the_business_of_their_own_eng
     sweeper.unused_adapters()
     dropped = select(samplers.c.base_model).where(samplers.c.status == "dropped")
     assert world.database.read(lambda c: c.execute(dropped).scalars().all()) == [SECOND]
-    assert world.database.read(store_keys) == {f"{FIRST}/saved-{FIRST}"}
+    keys = select(checkpoints.c.store_key)
+    assert world.database.read(lambda c: c.execute(keys).scalars().all()) == [f"{FIRST}/saved-{FIRST}"]
 
 
 def test_adapters_of_the_comparison_at_the_start_belong_to_the_engine_that_compares(world: World) -> None:

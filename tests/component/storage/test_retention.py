@@ -177,6 +177,16 @@ async def test_other_writers_run_between_two_steps(
     assert await writer.transact(count) == 0
 
 
+def test_steps_get_smaller_as_long_as_they_take_long_and_larger_again() -> None:
+    size, numbers = retention.StepSize(250), []
+    for seconds in (retention.STEP_S, 2 * retention.STEP_S, 1.0, 0.0, 0.0, 0.0, 0.0):
+        numbers.append(size.number)
+        size.took(seconds)
+    assert numbers == [50, 50, 25, 25, 50, 100, 200]
+    assert size.number == 250
+    assert retention.StepSize(10).number == 10
+
+
 async def test_a_step_deletes_few_rows_if_they_are_large(database: Database, writer: GroupCommitWriter) -> None:
     """Training commands keep their bodies, and deleting a long body takes long."""
     commands, bytes_each = 10, retention.FORGET_BYTES // 4
