@@ -70,9 +70,14 @@ class _OfSession(Protocol):
 T = TypeVar("T", bound=_OfSession)
 
 
+MOST_KEPT = 50_000
+"""The most objects of a `SessionCache`: some 30 MB. A tenant may have 100,000 sampling sessions in one session."""
+
+
 class SessionCache(Generic[T]):
     """To drop a session's objects takes time for these objects alone: 100,000 sessions may end within a minute, and a
-    search among 100,000 objects for each would keep the event loop busy for minutes."""
+    search among 100,000 objects for each would keep the event loop busy for minutes. Beyond MOST_KEPT, the object that
+    was kept first is dropped: whoever needs it reads its row again."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, T] = {}
@@ -88,6 +93,8 @@ class SessionCache(Generic[T]):
     def keep(self, each: T) -> None:
         self._by_id[each.id] = each
         self._ids_of.setdefault(each.session_id, set()).add(each.id)
+        if len(self._by_id) > MOST_KEPT:
+            self.drop(next(iter(self._by_id)))
 
     def drop(self, object_id: str) -> None:
         """Drop an object, if it is there."""

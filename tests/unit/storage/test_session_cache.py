@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl.storage.db import row_caches
 from skyrl.storage.db.row_caches import SessionCache
 
 
@@ -44,3 +46,13 @@ def test_it_holds_what_a_plain_dictionary_would(steps: list[tuple[str, int]]) ->
     for number in range(3):
         cache.drop_session(f"s{number}")
     assert cache._ids_of == {}, "nothing is left of sessions that have ended"
+
+
+def test_the_first_objects_go_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_caches, "MOST_KEPT", 3)
+    cache: SessionCache[Each] = SessionCache()
+    for number in range(5):
+        cache.keep(Each(f"o{number}", f"s{number % 2}"))
+    assert [cache.get(f"o{at}") is not None for at in range(5)] == [False, False, True, True, True]
+    cache.drop_session("s0")
+    assert [cache.get(f"o{at}") is not None for at in range(5)] == [False, False, False, True, False]
