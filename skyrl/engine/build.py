@@ -11,6 +11,7 @@ from skyrl.engine.command_log import CommandLog, Gaps, Settlement
 from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.exclusive_commands import ExclusiveCommands
 from skyrl.engine.execution import Execution, PassPictures
+from skyrl.engine.interludes import Interludes
 from skyrl.engine.loop import Engine, FileCommands, SampleTurns
 from skyrl.engine.metrics import EngineMetrics, RunTimes
 from skyrl.engine.model_ends import ModelEnds
@@ -139,6 +140,7 @@ def build_engine(
         tracing,
         pictures,
         losses,
+        Interludes(scheduler, threads, signals),
     )
     file_commands = FileCommands(log, scheduler, execution, signals)
     sweeper = FileSweeper(config, database, store, database.confirm_claim, lambda: scheduler.saving, held)

@@ -25,6 +25,7 @@ from skyrl.base.wire.training import ForwardBackward, decode_forward_backward
 from skyrl.engine.command_log import Settlement, failed, fails_model
 from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.exclusive_commands import ExclusiveCommands
+from skyrl.engine.interludes import Interludes
 from skyrl.engine.metrics import EngineMetrics, RunTimes, phase_of
 from skyrl.engine.model_ends import ModelEnds
 from skyrl.engine.publishing import WeightPublisher
@@ -187,9 +188,13 @@ class Execution:
         tracing: CommandTracing,
         pictures: PassPictures,
         losses: StoredLosses,
+        interludes: Interludes,
     ) -> None:
         self._database = database
         self._backend = backend
+        self._interludes = interludes
+        interludes.run = self._interlude
+        backend.yield_to(interludes.between)
         self._exclusive_commands = exclusive
         self._snapshots = snapshots
         self._settlement = settlement
@@ -258,7 +263,9 @@ class Execution:
             started = self._begin(commands)
             bodies = self._bodies(commands)
             runnable = [command for command in commands if command.request_id in bodies]  # other rows were deleted
-            passes = run_passes(runnable, bodies, self._backend, self._pictures, self._losses, self._ratios)
+            with self._interludes.around(commands) as interrupted:
+                passes = run_passes(runnable, bodies, self._backend, self._pictures, self._losses, self._ratios)
+            started += interrupted.seconds
             busy_s = time.perf_counter() - started
 
             def count(connection: Connection) -> None:
@@ -276,6 +283,15 @@ class Execution:
                 self._snapshots.ran(command.model_id, command.kind)
         self._run_times.ran(runnable, seconds := time.perf_counter() - started)
         logger.debug("%d passes in %.1f ms", len(runnable), seconds * 1e3)
+        interrupted.check()
+
+    def _interlude(self, commands: Sequence[Command]) -> None:
+        """Passes, or optimizer steps, between two micro-batches of other passes."""
+        if commands[0].is_pass:
+            self._passes(commands)
+        else:
+            for command in commands:
+                self._exclusive(command)
 
     def _exclusive(self, command: Command) -> Outcome | None:
         """Returns None, and runs nothing, when the command's row was deleted."""

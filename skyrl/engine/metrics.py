@@ -121,6 +121,8 @@ class PhaseMetrics:
         about = "Time that the engine has spent in each phase; saves and loads run beside the others."
         busy = Counter("skyrl_engine_busy_seconds", about, ["phase"], registry=registry)
         self._busy = {phase: busy.labels(phase) for phase in PHASES}
+        self._inner = threading.local()
+        """`seconds`: of the phases that have ended inside the thread's present one."""
         about = "Tokens that a micro-batch of the trainer has at most."
         self._micro_batch = Gauge("skyrl_micro_batch_tokens", about, registry=registry)
         about = "Time from the last heartbeat of an engine that died until its successor trains."
@@ -128,11 +130,15 @@ class PhaseMetrics:
 
     @contextmanager
     def phase(self, phase: Phase) -> Generator[None]:
-        began = time.perf_counter()
+        """A phase inside another one of the same thread counts in its own phase alone."""
+        began, outer_s = time.perf_counter(), getattr(self._inner, "seconds", 0.0)
+        self._inner.seconds = 0.0
         try:
             yield
         finally:
-            self._busy[phase].inc(time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._busy[phase].inc(seconds - self._inner.seconds)
+            self._inner.seconds = outer_s + seconds
 
     def micro_batch_tokens(self, tokens: int) -> None:
         """The bound of the trainer that has been started."""

@@ -29,6 +29,12 @@ def cost_of(command: Command) -> int:
     return command.size if command.is_pass else EXCLUSIVE_COST
 
 
+def _may_interrupt(head: Command) -> bool:
+    """Whether the command may run between two micro-batches of another model's pass: others come and go with a model,
+    for which the event loop waits."""
+    return head.is_pass or head.kind is Kind.OPTIM_STEP
+
+
 class Scheduler:
     """One queue per model. `budget` bounds the cost of one turn, in bytes of bodies.
 
@@ -256,6 +262,24 @@ class Scheduler:
             del candidates[model_id]
             batch.append(self._take(model_id))
         return self._mark_running(batch)
+
+    def take_before(self, running: Sequence[Command]) -> list[Command]:
+        """What goes before the rest of `running`, passes that have begun: the passes up to the budget, or the optimizer
+        step, of the tenant that is next. Only if this tenant's step ends with less than the steps of `running`, which
+        count as a whole. Nothing of their own tenants does."""
+        tenants = {command.tenant for command in running}
+        heads = {model_id: head for model_id in self._queues if (head := self._runnable_head(model_id)) is not None}
+        candidates = [m for m, head in heads.items() if _may_interrupt(head) and head.tenant not in tenants]
+        order = [self._cost_at_end(heads[model_id].tenant, [model_id]) for model_id in candidates]
+        if not order or min(order)[0] >= min(self._cost_of_begun(command) for command in running):
+            return []
+        model_id = min(order)[2]
+        return self.take_passes([model_id]) if heads[model_id].is_pass else self.take_exclusive([model_id])
+
+    def _cost_of_begun(self, command: Command) -> int:
+        """What a tenant will have had when the step of this pass has ended."""
+        queue = None if command.model_id is None else self._queues.get(command.model_id)
+        return self._tenants.amount(command.tenant) + (0 if queue is None else queue.step_size)
 
     def _in_order(self, heads: Mapping[str, Command]) -> Iterator[str]:
         """The model that is next, again and again until `heads` is empty. `heads` has each model's next command. For

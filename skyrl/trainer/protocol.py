@@ -15,7 +15,7 @@ the same files for a snapshot as for a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -181,6 +181,12 @@ class Backend(Protocol):
         changes neither its model's gradients nor other passes. The other passes of a call change the results and
         gradients of a pass by rounding at most; where `repeats_exactly`, not at all.
         """
+        ...
+
+    def yield_to(self, others: Callable[[], None]) -> None:
+        """From now on call `others` between the micro-batches of a `run`, on its thread. `others` may call `run` and
+        `optim_step` for models that have no pass in the call. A backend that computes in other processes never
+        calls it."""
         ...
 
     def check_step(self, params: AdamParams) -> None:

@@ -112,6 +112,9 @@ class HistoryBackend:
         self._step()
         return results
 
+    def yield_to(self, others: Callable[[], None]) -> None:
+        pass
+
     def check_step(self, params: AdamParams) -> None:
         pass
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -207,6 +207,10 @@ class BackendOverRanks(ABC):
             for (index, _), outcome in zip(checked, self._run([each for _, each in checked]), strict=True):
                 outcomes[index] = outcome
         return [outcomes[index] for index in range(len(passes))]
+
+    def yield_to(self, others: Callable[[], None]) -> None:
+        if isinstance(self.group, InThisProcess):
+            self.group.rank.between = others
 
     def check_step(self, params: AdamParams) -> None:
         check_adam(params)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -110,6 +110,9 @@ class RankBase(ABC):
         self._settings = settings
         self.device = prepare_device(settings.threads)
         self._losses = served_losses(settings.stable_reinforce)
+        self.between: Callable[[], None] = lambda: None
+        """Called between two micro-batches of a `run` by a rank alone. It may call `run` and `optim_step` for other
+        models."""
 
     @property
     def device_type(self) -> str:
@@ -219,7 +222,9 @@ class RankBase(ABC):
                 running[number].tree = tree
                 if backward:
                     self._begin(running[number])
-            for batches, completed in zip(plan.rounds(), plan.completed(), strict=True):
+            for index, (batches, completed) in enumerate(zip(plan.rounds(), plan.completed(), strict=True)):
+                if index:
+                    self.between()
                 self._run_round(running, batches, backward=backward)
                 # soon, so that few gradients wait beside those of the models
                 self._finish({number: running[number] for number in completed}, plan, backward=backward)

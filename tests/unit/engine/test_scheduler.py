@@ -529,6 +529,75 @@ def test_two_tenants_that_wait_get_about_the_same_work(run_turn, arrivals) -> No
                 assert abs(difference) <= steps + largest[one] + largest[other] + tolerance
 
 
+def begun(queue: Scheduler) -> list[Command]:
+    """The passes of a turn of one model, which run from now on."""
+    return queue.take_passes(queue.ready_models()[:1])
+
+
+def test_a_small_step_runs_within_a_long_pass_until_its_tenant_has_had_as_much() -> None:
+    queue = scheduler(command("long", 0, size=100_000, tenant="long"))
+    running = begun(queue)
+    done = 0
+    for number in range(0, 100, 2):
+        for added in step("small", 1, size=10_000, first=number):
+            queue.add(added)
+        while taken := queue.take_before(running):
+            queue.finish(taken)
+            done += sum(map(cost_of, taken))
+    assert 100_000 - 10_000 <= done <= 100_000 + EXCLUSIVE_COST
+
+
+def test_a_step_runs_within_a_pass_whole_and_one_command_after_the_other() -> None:
+    queue = scheduler(command("long", 0, size=100_000, tenant="long"), budget=250)
+    running = begun(queue)
+    for added in step("small", 3):
+        queue.add(added)
+    taken = []
+    while batch := queue.take_before(running):
+        taken.append([item.seq_id for item in batch])
+        assert not queue.take_before(running), "its next command waits for it"
+        queue.finish(batch)
+    assert taken == [[0, 1], [2], [3]]
+
+
+def test_no_equal_or_larger_step_runs_within_a_pass() -> None:
+    for rest, size, interrupts in ((0, 1_000, False), (0, 999, True), (500, 1_000, True), (500, 1_500, False)):
+        queue = scheduler(command("a", 0, size=1_000, tenant="a"), budget=1_000)
+        running = begun(queue)
+        if rest:
+            queue.add(command("a", 1, size=rest, tenant="a"))
+        queue.add(command("b", 0, size=size, tenant="b"))
+        assert bool(queue.take_before(running)) is interrupts
+
+
+def test_a_tenant_does_not_interrupt_its_own_pass() -> None:
+    queue = scheduler(command("long", 0, size=100_000, tenant="a"))
+    running = begun(queue)
+    queue.add(command("small", 0, tenant="a"))
+    assert queue.take_before(running) == []
+
+
+def test_only_passes_and_optimizer_steps_run_within_a_pass() -> None:
+    for kind in (*PASSES, *OTHERS, Kind.UNLOAD_MODEL):
+        queue = scheduler(command("long", 0, size=100_000, tenant="long"))
+        running = begun(queue)
+        queue.add(command("small", 0, kind, tenant="small"))
+        assert bool(queue.take_before(running)) is (kind in {*PASSES, Kind.OPTIM_STEP})
+
+
+def test_no_suspect_runs_within_a_pass_and_nothing_within_a_suspect() -> None:
+    for suspect in ("long", "small"):
+        long, small = command("long", 0, size=100_000, tenant="long"), command("small", 0, tenant="small")
+        queue = scheduler(long)
+        if suspect == "long":
+            queue.suspect([long.request_id])
+        running = begun(queue)
+        queue.add(small)
+        if suspect == "small":
+            queue.suspect([small.request_id])
+        assert queue.take_before(running) == []
+
+
 def test_models_take_turns_at_being_first() -> None:
     queue = scheduler(*(command(model, seq, size=100) for model in "abc" for seq in range(3)), budget=1)
     assert [passes_of(queue)[0].model_id for _ in range(3)] == ["a", "b", "c"]
