@@ -22,7 +22,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParserManager
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-from skyrl.inference.vllm_plugin import model_runners, prefix_cache
+from skyrl.inference.vllm_plugin import model_runners, prefills, prefix_cache
 
 PARSERS = "skyrl.inference.vllm_plugin.parsers"
 VLLM_MAX = 2.0
@@ -35,6 +35,7 @@ def patch_process() -> None:
     allow_any_temperature()
     prefix_cache.forget_with_weights()
     prefix_cache.share_tails()
+    prefills.take_turns()
     serve_lm_head()
     read_adapters_of_mixtures()
     check_loaded_adapters()

@@ -69,11 +69,14 @@ class World:
     def step(self) -> tuple[dict[str, int], list[tuple[int, int]]]:
         """The number of tokens that each request computes, and the copies of blocks."""
         output = self.scheduler.schedule()
+        self.update(output)
+        copies = [(copy.src_block_id, copy.dst_block_id) for copy in output.kv_cache_block_copies or ()]
+        return output.num_scheduled_tokens, copies
+
+    def update(self, output: Any) -> None:
         names = list(output.num_scheduled_tokens)
         done = ModelRunnerOutput(names, {name: n for n, name in enumerate(names)}, [[9] for _ in names])
         self.scheduler.update_from_output(output, done)
-        copies = [(copy.src_block_id, copy.dst_block_id) for copy in output.kv_cache_block_copies or ()]
-        return output.num_scheduled_tokens, copies
 
     def run(self) -> list[tuple[list[int], int]]:
         """For each step until all requests have ended: tokens of the requests, and how many blocks were copied."""

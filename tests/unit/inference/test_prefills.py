@@ -1,0 +1,128 @@
+"""vLLM's own scheduler with the plugin's turns of long prompts and answers, on a clock of the test. No model runs."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+from test_shared_tails import World
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of torch, for what vLLM imports
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
+
+    from skyrl.inference.vllm_plugin import prefills
+    from skyrl.inference.vllm_plugin.prefills import Debts, take_turns, tenant_of
+
+ANSWER, PROMPT = 1.0, 5.0
+"""Seconds of a step of answers alone, and of one with a long prompt."""
+_is_patched = False
+
+
+class Turns(World):
+    """Prompts of 40 tokens are long. Of those of 240 one fits into a step, whole."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(200)
+        global _is_patched
+        if not _is_patched:
+            take_turns()
+            _is_patched = True
+        monkeypatch.setattr(prefills, "LONG_TOKENS", 40)
+        monkeypatch.setattr(self.scheduler.scheduler_config, "enable_chunked_prefill", False)
+        self.scheduler.max_num_scheduled_tokens = 300
+        self.now = 0.0
+        self.scheduler.skyrl_debts = Debts(lambda: self.now)  # type: ignore[attr-defined]
+
+    def ask(self, name: str, adapter: str | None, prompt: int, tokens: int = 8) -> None:
+        lora = None if adapter is None else LoRARequest(adapter, 1 + sum(map(ord, adapter)), "/nowhere")
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        first = 1 + sum(map(ord, name))  # so that no prompt is in the cache
+        ids = [first] + [number % 500 for number in range(prompt - 1)]
+        self.scheduler.add_request(Request(name, ids, params, None, lora_request=lora, block_hasher=self._hasher))
+
+    def steps(self, count: int) -> list[set[str]]:
+        """For each step: the requests whose prompts it computes."""
+        found = []
+        for _ in range(count):
+            output: Any = self.scheduler.schedule()
+            prompts = {name for name, tokens in output.num_scheduled_tokens.items() if tokens > 1}
+            self.now += PROMPT if any(output.num_scheduled_tokens[name] >= 40 for name in prompts) else ANSWER
+            self.update(output)
+            found.append(prompts)
+        return found
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
+    return Turns(monkeypatch)
+
+
+def test_long_prompts_take_every_other_second_from_the_answers_of_another_tenant(turns: Turns) -> None:
+    turns.ask("answer", "b@1", 10, tokens=40)
+    turns.steps(1)
+    for number in range(3):
+        turns.ask(f"long {number}", "a@1", 240)
+    expected = [{"long 0"}, *[set()] * 5, {"long 1"}, *[set()] * 5, {"long 2"}]
+    assert turns.steps(13) == expected
+
+
+def test_nobody_waits_for_answers_of_the_own_tenant(turns: Turns) -> None:
+    turns.ask("answer", "a@1", 10, tokens=40)
+    turns.steps(1)
+    for number in range(3):
+        turns.ask(f"long {number}", "a@2", 240)
+    assert turns.steps(3) == [{"long 0"}, {"long 1"}, {"long 2"}]
+
+
+def test_a_debt_holds_nothing_back_where_no_answer_runs(turns: Turns) -> None:
+    for number in range(3):
+        turns.ask(f"long {number}", "a@1", 240, tokens=1)
+    assert turns.steps(3) == [{"long 0"}, {"long 1"}, {"long 2"}]
+
+
+def test_a_debt_is_of_its_tenant_alone(turns: Turns) -> None:
+    turns.ask("answer", None, 10, tokens=40)
+    turns.steps(1)
+    turns.ask("long 0", "a@1", 240)
+    turns.ask("long 1", "a@1", 240)
+    turns.steps(1)
+    turns.ask("short", "c@1", 10)
+    turns.ask("other", "d@1", 240)
+    assert turns.steps(1) == [{"short", "other"}], "the prompts of tenants without a debt"
+
+
+def test_with_very_many_waiting_requests_none_is_held_back(turns: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns.ask("answer", "b@1", 10, tokens=40)
+    turns.steps(1)
+    monkeypatch.setattr(prefills, "MOST_WAITING", 1)
+    for number in range(3):
+        turns.ask(f"long {number}", "a@1", 240)
+    assert turns.steps(3) == [{"long 0"}, {"long 1"}, set()]
+
+
+def test_steps_that_are_planned_ahead_count_from_the_end_of_the_step_before() -> None:
+    now = 0.0
+    debts = Debts(lambda: now)
+    debts.begin({"a": prefills.LONG_TOKENS})
+    debts.begin({})
+    now = 5.0
+    debts.end()
+    assert debts.owes("a")
+    debts.begin({})
+    now = 9.0
+    debts.end()
+    assert debts.owes("a"), "4 of 5 seconds are paid"
+    now = 10.0
+    debts.end()
+    assert not debts.owes("a")
+
+
+def test_a_tenant_is_the_model_of_its_adapter() -> None:
+    params = SamplingParams(max_tokens=1)
+    for name, tenant in (("s:train:0@7", "s:train:0"), ("uploaded", "uploaded"), (None, "")):
+        lora = None if name is None else LoRARequest(name, 1, "/nowhere")
+        assert tenant_of(Request("r", [1], params, None, lora_request=lora)) == tenant
