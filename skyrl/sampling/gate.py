@@ -15,6 +15,7 @@ nor how it is sent.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +24,7 @@ import msgspec
 
 from skyrl.base.types.weights import WeightsRef
 from skyrl.base.wire.errors import OverQuota, RequestError
+from skyrl.inference.vllm_plugin.protocol import TENANT_TAGS
 from skyrl.sampling.metrics import Ages, Refusal, RefusalMetrics, SampleMetrics, Used
 from skyrl.sampling.quota_account import Ticket
 from skyrl.sampling.quotas import Quotas
@@ -309,8 +311,8 @@ class Turn(msgspec.Struct, eq=False):
     """The time in which a request is sent and answered (`async with`).
 
     Set `used` as soon as it is known what the request has used, and `server` to the replica that a router has named.
-    `priority` is for vLLM: lower numbers run earlier; None if the inference server ignores priorities. `waited_s`: how
-    long the request waited for tokens of its tenant's quota.
+    `priority` is for vLLM: lower numbers run earlier, and the number modulo TENANT_TAGS tells tenants apart. None if
+    the inference server ignores priorities. `waited_s`: how long the request waited for tokens of its tenant's quota.
     """
 
     _gate: SamplingGate
@@ -329,8 +331,9 @@ class Turn(msgspec.Struct, eq=False):
             await self._ticket.wait_turn()
             self.waited_s = time.perf_counter() - began
         if (order := self._gate.order) is not None:
-            place = self._place = order.enter(self._payer.tenant, self._work)
-            self.priority = place.priority
+            tenant = self._payer.tenant
+            place = self._place = order.enter(tenant, self._work)
+            self.priority = place.priority * TENANT_TAGS + zlib.crc32(tenant.encode()) % TENANT_TAGS
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -7,7 +7,7 @@ waiting requests does not help: the answers run already. So here a tenant whose 
 time of this step. Until steps without prompts of the tenant have taken as long, its next ones wait, if answers of
 another tenant run.
 
-Knows the scheduler of vLLM 0.32, and tenants by their adapters: requests without an adapter count as one tenant.
+Knows the scheduler of vLLM 0.32, and tenants by the tags in their requests' priorities.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
+
+from skyrl.inference.vllm_plugin.protocol import TENANT_TAGS
 
 LONG_TOKENS = 1_024
 """So many prompt tokens of a tenant in one step make its debt. Fewer take about as long as a step of answers alone."""
@@ -61,7 +63,10 @@ class Debts:
 
 
 def tenant_of(request: Request) -> str:
-    """The model of the request's adapter, whose name is `MODEL@VERSION` or any other."""
+    """The tag in the request's priority. Without a priority the model of its adapter, whose name is `MODEL@VERSION` or
+    any other."""
+    if request.priority > 0:
+        return f"#{request.priority % TENANT_TAGS}"
     name = "" if request.lora_request is None else request.lora_request.lora_name
     return name.rpartition("@")[0] or name
 

@@ -4,6 +4,7 @@
 - TOKENS_ONLY: a completion request with this header wants token ids and logprobs alone (see `answers`).
 - INCARNATION: the incarnation of a vLLM server (which start of it answers), as a header of every answer of `/health`.
   vLLM adds `IncarnationHeader` by its option `--middleware`; it runs in the API server, in any version of vLLM.
+- TENANT_TAGS: a request's priority, modulo this, is a tag of its tenant.
 - `PromptScores`: the logprobs of a prompt that a request wants beside vLLM's own. vLLM gives one list of prompt
   logprobs, with a row per prompt token. Each row is a map from token to logprob, and a map keeps neither the order nor
   the number of equal draws. So the plugin appends one row for each requested cell and draw, with one token each.
@@ -32,6 +33,8 @@ TELL_VERSIONS_VARIABLE = "SKYRL_VLLM_TELL_VERSIONS"
 
 
 INCARNATION = "x-skyrl-incarnation"
+TENANT_TAGS = 256
+"""The order of requests is that of the quotients. Two tenants may have the same tag."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -15,6 +15,7 @@ import skyrl.api.server
 from skyrl.api.access import tenant_of_key
 from skyrl.api.server import open_services
 from skyrl.base.wire.results import encode_json
+from skyrl.inference.vllm_plugin.protocol import TENANT_TAGS
 from skyrl.runtime.processes.runtime import Runtime
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.processes import clocks
@@ -29,12 +30,21 @@ async def send(api: Api, key: str, sampler: str, *seq_ids: int) -> list[str]:
 
 
 def priorities(upstream: FakeUpstream) -> dict[str, list[int]]:
-    """The priorities by sampling session, ordered by the numbers of the samples."""
+    """The priorities, without tenants' tags, by sampling session, ordered by the numbers of the samples."""
     sent: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for each in upstream.completions:
         sampler, _, seq_id = each.headers["x-session-id"].rpartition(":")
-        sent[sampler].append((int(seq_id), each.json["priority"]))
+        sent[sampler].append((int(seq_id), each.json["priority"] // TENANT_TAGS))
     return {sampler: [priority for _, priority in sorted(theirs)] for sampler, theirs in sent.items()}
+
+
+async def test_a_priority_tells_tenants_apart(api: Api, upstream: FakeUpstream) -> None:
+    for key in (FIRST, SECOND, FIRST):
+        sampler = await api.sampler(**{"X-API-Key": key})
+        (request_id,) = await send(api, key, sampler, 0)
+        await api.result(request_id, **{"X-API-Key": key})
+    first, second, again = (each.json["priority"] % TENANT_TAGS for each in upstream.completions)
+    assert first == again != second
 
 
 async def test_few_samples_run_before_another_tenants_queue(api: Api, upstream: FakeUpstream) -> None:

@@ -36,7 +36,7 @@ from skyrl.api.table import BodyMemoryHook
 from skyrl.base.tiny import tools
 from skyrl.base.types.weights import FullWeights
 from skyrl.inference import features
-from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
+from skyrl.inference.vllm_plugin.protocol import TENANT_TAGS, TOKENS_ONLY
 from skyrl.storage.db import keys
 from skyrl.storage.db import quotas as quota_rows
 from skyrl.storage.db.database import Database
@@ -277,7 +277,7 @@ async def test_requests_of_a_tenant_that_has_waiting_ones_come_after_those_of_an
     await upstream.until(lambda server: server.busy == 4)
     go.set()
     await asyncio.gather(*mine, theirs)
-    *own, other = [request.json["priority"] for request in upstream.completions]
+    *own, other = [request.json["priority"] // TENANT_TAGS for request in upstream.completions]
     assert own == sorted(own)
     assert other < own[1]
 
@@ -314,7 +314,7 @@ async def test_a_tenant_pays_for_no_request_that_has_ended(api: Api, upstream: F
     for _ in range(20):
         await ask(api, PROMPT)
     await ask(api, PROMPT, **{"X-API-Key": "tml-two"})
-    *_, own, other = [request.json["priority"] for request in upstream.completions]
+    *_, own, other = [request.json["priority"] // TENANT_TAGS for request in upstream.completions]
     assert abs(other - own) <= 4, "each of the 20 cost at least five"
 
 

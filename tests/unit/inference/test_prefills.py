@@ -16,6 +16,7 @@ with warnings.catch_warnings():
 
     from skyrl.inference.vllm_plugin import prefills
     from skyrl.inference.vllm_plugin.prefills import Debts, take_turns, tenant_of
+    from skyrl.inference.vllm_plugin.protocol import TENANT_TAGS
 
 ANSWER, PROMPT = 1.0, 5.0
 """Seconds of a step of answers alone, and of one with a long prompt."""
@@ -121,7 +122,17 @@ def test_steps_that_are_planned_ahead_count_from_the_end_of_the_step_before() ->
     assert not debts.owes("a")
 
 
-def test_a_tenant_is_the_model_of_its_adapter() -> None:
+def test_a_tenant_is_the_tag_in_its_priority_or_the_model_of_its_adapter() -> None:
+    params = SamplingParams(max_tokens=1)
+    lora = LoRARequest("s:train:0@7", 1, "/nowhere")
+    first, second, other = (
+        tenant_of(Request("r", [1], params, None, lora_request=lora, priority=time * TENANT_TAGS + tag))
+        for time, tag in ((5, 7), (900, 7), (5, 8))
+    )
+    assert first == second != other
+
+
+def test_without_a_priority_a_tenant_is_the_model_of_its_adapter() -> None:
     params = SamplingParams(max_tokens=1)
     for name, tenant in (("s:train:0@7", "s:train:0"), ("uploaded", "uploaded"), (None, "")):
         lora = None if name is None else LoRARequest(name, 1, "/nowhere")
