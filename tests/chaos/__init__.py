@@ -1,1 +1,1 @@
-"""`make chaos`: two tenants do RL on a real server while a seeded script kills and stalls its processes."""
+"""`make chaos`: tenants who differ work on a real server while a seeded script kills and stalls its processes."""

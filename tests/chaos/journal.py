@@ -22,7 +22,8 @@ class Sample:
 class Step:
     """One RL step. `data` are arguments of `skyrl.cli.demo.rl.datum`. `answers` holds the answer of each pass (metrics,
     and logprobs of every datum) and of each optimizer step (metrics). Afterwards the tenant saved its state under the
-    name `saved`, or went on with a new model made from the state `loaded`. The step took `seconds`."""
+    name `saved`, or went on with a new model made from the state `loaded`. The step took `seconds`, and each of its
+    updates `train_s`; it began at `began_at`, in seconds since the epoch."""
 
     samples: list[Sample] = field(default_factory=list)
     data: list[tuple[list[int], list[int], list[float], float]] = field(default_factory=list)
@@ -30,6 +31,8 @@ class Step:
     saved: str | None = None
     loaded: str | None = None
     seconds: float = 0.0
+    train_s: float = 0.0
+    began_at: float = 0.0
 
 
 def append(file: Path, step: Step) -> None:

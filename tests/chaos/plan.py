@@ -68,11 +68,11 @@ class Fault:
         return self.kind if self.victim == NETWORK else f"{self.kind} {self.victim}"
 
 
-def plan(seed: int) -> Iterator[Fault]:
-    """An endless sequence of faults."""
+def plan(seed: int, slower: float = 1.0) -> Iterator[Fault]:
+    """An endless sequence of faults, with pauses that are so many times as long."""
     chance = random.Random(seed)
     while True:
         deck = [card for card in DECK for _ in range(card[-1])]
         chance.shuffle(deck)
         for kind, victim, seconds, _ in deck:
-            yield Fault(kind, victim, chance.uniform(*seconds), chance.uniform(*PAUSE_S), chance.choice(PATHS))
+            yield Fault(kind, victim, chance.uniform(*seconds), slower * chance.uniform(*PAUSE_S), chance.choice(PATHS))

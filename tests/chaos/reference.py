@@ -36,7 +36,9 @@ class Comparison:
     differing: list[int] = field(default_factory=list)
 
 
-def replay(service: tinker.ServiceClient, seed: int, steps: Sequence[Step]) -> tuple[Comparison, str]:
+def replay(
+    service: tinker.ServiceClient, seed: int, steps: Sequence[Step], learning_rate: float
+) -> tuple[Comparison, str]:
     """Train as the tenant did; returns the comparison and the path of the final state."""
     trainer = training.new_trainer(service, seed)
     samples_of_version: dict[int, list[Sample]] = defaultdict(list)
@@ -51,7 +53,7 @@ def replay(service: tinker.ServiceClient, seed: int, steps: Sequence[Step]) -> t
         comparison.samples += len(differences)
         comparison.wrong += sum(difference > TOLERANCE for difference in differences)
         comparison.largest = max([comparison.largest, *differences])
-        if training.train(trainer, step) != step.answers:
+        if training.train(trainer, step, learning_rate) != step.answers:
             comparison.differing.append(index)
         trainer = training.save_or_load(service, trainer, step, saved)
     return comparison, trainer.save_state(training.FINAL).result().path

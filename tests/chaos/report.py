@@ -24,10 +24,13 @@ class Row:
 class Results:
     """Everything that the run compared. `tenants_with_other_weights` names the tenants whose final weights differ from
     those of the run without faults. `leftovers` lists processes and files that remained after the server's end.
+    `times`: of each tenant's steps alone and after the last fault; `slow`: those above their bounds.
     `database_faults` holds the output of `skyrl db check` if it failed."""
 
     troubles: list[str] = field(default_factory=list)
     findings: Findings = field(default_factory=Findings)
+    slow: list[str] = field(default_factory=list)
+    times: list[str] = field(default_factory=list)
     comparisons: dict[str, Comparison] = field(default_factory=dict)
     tenants_with_other_weights: list[str] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
@@ -58,6 +61,7 @@ class Results:
                 f"tenants with other final weights than without faults, of {len(by_tenant)}",
                 self.tenants_with_other_weights,
             ),
+            Row(f"tenants with steps above their share and a pass, of {len(self.times)}", self.slow),
             Row("processes, sockets and files that the server left behind", self.leftovers),
             Row("faults that `skyrl db check` found", self.database_faults),
         ]

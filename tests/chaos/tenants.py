@@ -9,31 +9,38 @@ from pathlib import Path
 from typing import Self
 
 from skyrl.runtime.processes.supervision import dies_with_parent
+from tests.chaos.kinds import KINDS
 
 
 class Tenant:
-    """One process of `tests.chaos.tenant`."""
+    """One process of `tests.chaos.tenant`, or of `tests.chaos.agents`."""
 
-    def __init__(self, directory: Path, url: str, task: str, seed: int, seconds: float) -> None:
-        self.task = task
+    def __init__(
+        self, directory: Path, url: str, kind: str, seed: int, seconds: float, learning_rate: float = 2e-3
+    ) -> None:
+        self.task = kind
+        self.trains = KINDS[kind] is not None
+        self.learning_rate = learning_rate
         self.seed = seed
-        self.key = f"tml-chaos-{task}"
-        self.journal = directory / f"{task}.jsonl"
+        self.key = f"tml-chaos-{kind}"
+        self.journal = directory / f"{kind}.jsonl"
         self.final = ""
         """The path of the final state, once the process has reported "done"."""
-        self._log = directory / f"{task}.log"
+        self._log = directory / f"{kind}.log"
         self._reported: dict[str, threading.Event] = {"ready": threading.Event(), "done": threading.Event()}
-        module = [sys.executable, "-m", "tests.chaos.tenant"]
+        module = [sys.executable, "-m", "tests.chaos.tenant" if self.trains else "tests.chaos.agents"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                dies_with_parent([*module, url, self.key, task, str(seed), str(seconds), str(self.journal)]),
+                dies_with_parent(
+                    [*module, url, self.key, kind, *map(str, (seed, seconds, learning_rate, self.journal))]
+                ),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 start_new_session=True,
             )
-        self._reader = threading.Thread(target=self._read, name=f"tenant-{task}", daemon=True)
+        self._reader = threading.Thread(target=self._read, name=f"tenant-{kind}", daemon=True)
         self._reader.start()
 
     def _read(self) -> None:

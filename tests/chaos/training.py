@@ -10,22 +10,24 @@ from tinker import types
 from skyrl.cli.demo.rl import datum
 from tests.chaos.journal import Step
 
+BASE_MODEL = "tiny"
+"""The name of the base model, also of another one's."""
 RANK = 8
 EPOCHS = 2
-ADAM = types.AdamParams(learning_rate=2e-3)
 FINAL = "final"
 
 
 def new_trainer(service: tinker.ServiceClient, seed: int) -> tinker.TrainingClient:
-    return service.create_lora_training_client(base_model="tiny", rank=RANK, seed=seed).result()
+    return service.create_lora_training_client(base_model=BASE_MODEL, rank=RANK, seed=seed).result()
 
 
-def train(trainer: tinker.TrainingClient, step: Step) -> list[Any]:
+def train(trainer: tinker.TrainingClient, step: Step, learning_rate: float) -> list[Any]:
     """Send EPOCHS updates on the step's data without waiting in between; returns the answers."""
     if not step.data:
         return []
+    adam = types.AdamParams(learning_rate=learning_rate)
     data = [datum(*each) for each in step.data]
-    pending = [(trainer.forward_backward(data, "ppo"), trainer.optim_step(ADAM)) for _ in range(EPOCHS)]
+    pending = [(trainer.forward_backward(data, "ppo"), trainer.optim_step(adam)) for _ in range(EPOCHS)]
     answers: list[Any] = []
     for training_pass, optimizer_step in pending:
         output = training_pass.result()
