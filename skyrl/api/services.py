@@ -13,6 +13,7 @@ from skyrl.api.access import Access, Tokens
 from skyrl.api.metrics import ApiMetrics, ModelMetrics, ReadinessMetrics
 from skyrl.api.notices import NoticeHandler
 from skyrl.api.request_status.finding import StatusFinder
+from skyrl.api.run_health.health import Healths
 from skyrl.api.served import EngineWatch, ReadyReasons, Served, ServedModel, ServerReadiness, Tokenizers
 from skyrl.api.session_life import FullPlace, SessionLife
 from skyrl.api.signed_links import SignedUrls
@@ -144,7 +145,8 @@ class Services:
         self.access = Access(self.keys, tokens, managed=config.api_keys == "managed")
         self.search, self.checkpoint_search = SessionSearch(database), CheckpointSearch(database)
         self.audit = Audit(database, writer)
-        self.usage, self.traces, self.curves = Usage(database), Traces(database), Curves()
+        self.usage, self.traces = Usage(database), Traces(database)
+        self.curves, self.healths = Curves(), Healths()
 
         self.openai_models = ModelNames([_base_of(model) for model in built], self.checkpoints)
         self.openai_in_flight = InFlight()
@@ -213,6 +215,7 @@ class Services:
         gate = SamplingGate(
             self.counter.count,
             metrics.samples,
+            runs=self.counter.runs,
             order=FairOrder() if config.modes.own_inference or config.external_inference_priority else None,
             admission=self.admission,
             quotas=self.quotas,

@@ -25,6 +25,9 @@ MARKS = {
     "ended": ("■", "dim"),
     "failed": ("✖", "red"),
     "open": ("●", "green"),
+    "usual": ("●", "green"),
+    "unusual": ("▲", "red"),
+    "too early": ("○", ""),
 }
 TABLE_WIDTH = 110
 """The least width of a terminal, in characters, for a table of runs."""
@@ -48,7 +51,10 @@ def view(answer: dict[str, Any]) -> RenderableType:
     """The answer of `/ui/api/state`, with the part `box` if the key is an admin's; or that of `/ui/api/runs/{id}`."""
     server, several = _server(answer["server"]), "base_models" in answer["server"]
     if "history" in answer:
-        return Group(server, Text(), _Runs([answer], several), Text(), _steps(answer["history"][-LAST_STEPS:]))
+        history = _steps(answer["history"][-LAST_STEPS:])
+        return Group(
+            server, Text(), _numbers_of_health(answer["health"]), Text(), _Runs([answer], several), Text(), history
+        )
     runs = _Runs(answer["runs"], several) if answer["runs"] else Text("no runs with this key", style="dim")
     opened, in_flight = (sum(group[name] for group in answer["samplers"]) for name in ("open", "in_flight"))
     counts = Text(f"samplers: {opened} open, {in_flight} samples in flight")
@@ -111,6 +117,8 @@ class _Runs:
         for run in self._runs:
             yield self._name(run)
             numbers = (f"{name} {number}" for name, number in zip(_RUN_NUMBERS, _numbers(run), strict=True))
+            if (health := _health(run)) is not None:
+                yield Padding(health, (0, 0, 0, 2))
             yield Padding(_state(run), (0, 0, 0, 2))
             yield Padding(Text(f"{', '.join(numbers)}, {_last_activity(run)}"), (0, 0, 0, 2))
 
@@ -118,7 +126,8 @@ class _Runs:
         table = _table("run", "state", numeric=_RUN_NUMBERS)
         table.add_column("last activity", no_wrap=True)
         for run in self._runs:
-            table.add_row(self._name(run), _state(run), *_numbers(run), _last_activity(run))
+            state = Text("\n").join(part for part in (_health(run), _state(run)) if part is not None)
+            table.add_row(self._name(run), state, *_numbers(run), _last_activity(run))
         return table
 
     def _name(self, run: dict[str, Any]) -> Text:
@@ -127,6 +136,28 @@ class _Runs:
         if self._several:
             lines.append(_plain(run["base_model"]))
         return Text("\n").join(lines)
+
+
+def _health(run: dict[str, Any]) -> Text | None:
+    """A run's health as a word and its sentences; None if it is not told, or too early to tell."""
+    health = run.get("health")
+    if health is None or health["state"] == "too early":
+        return None
+    return Text("\n").join([_health_mark(health), *(_plain(f"  {each}") for each in health["sentences"])])
+
+
+def _health_mark(health: dict[str, Any]) -> Text:
+    symbol, style = MARKS.get(health["state"], ("·", ""))
+    return Text(f"{symbol} health: {health['state']}", style)
+
+
+def _numbers_of_health(health: dict[str, Any]) -> RenderableType:
+    """The health of one run: its numbers beside what is usual, its sentences, and where the time goes."""
+    table = _table("", "now", "usual", "", numeric=())
+    for line in health["lines"]:
+        table.add_row(line["name"], line["text"], line["usual"] or "–", Text(line["missing"] or "", style="dim"))
+    sentences = [_plain(f"  {each}") for each in (*health["sentences"], *filter(None, [health["time"]]))]
+    return Group(_health_mark(health), *sentences, Padding(table, (0, 0, 0, 2)))
 
 
 def _state(run: dict[str, Any]) -> Text:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from skyrl.sampling.quota_account import QuotaLimits
     from skyrl.storage.db.database import Connection
     from skyrl.storage.db.keys import ListedKey, Scope
-    from skyrl.storage.db.usage import UsageLine
+    from skyrl.storage.db.usage_report import UsageLine
 
 
 keys_app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
@@ -284,7 +284,7 @@ def usage(
 ) -> None:
     """Print the tokens trained, sampled, and given as prompts (not in the prefix cache, found there, and computed for
     all sequences together). Samples from the base model have no run."""
-    from skyrl.storage.db.usage import UsageLine, last_days, report
+    from skyrl.storage.db.usage_report import UsageLine, last_days, report
 
     with open_database("usage", state_dir, database_url, config) as (_, database):
         lines = database.read(lambda c: report(c, *last_days(days), tenant=tenant, run=run))

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import httpx
 
@@ -31,8 +31,9 @@ from skyrl.sampling.metrics import SampleMetrics
 from skyrl.sampling.pictures import place_stored
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import Outcome
+from skyrl.storage.db.run_steps import SampledSums, Tenanted
 from skyrl.storage.db.samplers import find_sampler
-from skyrl.storage.db.usage import UsageKey
+from skyrl.storage.db.usage import RunSamples, UsageKey
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +43,13 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True)
 class Sampled:
-    """Outcomes by request id, and the usage of these samples. `postponed` are commands that could not run now: give
-    them to the sampler again."""
+    """Outcomes by request id, and the usage of these samples; `runs` are their sums by run. `postponed` are commands
+    that could not run now: give them to the sampler again."""
 
     outcomes: list[tuple[str, Outcome]]
     used: Mapping[UsageKey, int]
     postponed: Sequence[Command] = ()
+    runs: Mapping[Tenanted, SampledSums] = field(default_factory=dict[Tenanted, SampledSums])
 
 
 class ColocatedSampler:
@@ -114,12 +116,13 @@ class ColocatedSampler:
             error = FailedRequest(f"gave up after {self._give_up_after_s:g} s: {trouble}", ErrorCategory.SERVER)
             return Sampled([(command.request_id, failed(error, command)) for command in runnable], {})
         used: Counter[UsageKey] = Counter()
-        gate = SamplingGate(used.update, SampleMetrics())
+        gate = SamplingGate(used.update, SampleMetrics(), runs=(runs := RunSamples()))
         try:
             outcomes = await asyncio.gather(*(self._sample(c, bodies[c.request_id], gate) for c in runnable))
         finally:
             await self._put_to_sleep()
-        return Sampled([(c.request_id, outcome) for c, outcome in zip(runnable, outcomes, strict=True)], used)
+        ended = [(c.request_id, outcome) for c, outcome in zip(runnable, outcomes, strict=True)]
+        return Sampled(ended, used, runs=runs.take())
 
     async def _wake(self) -> str | None:
         """Wake vLLM. Returns why it cannot sample now, or None when it is awake."""

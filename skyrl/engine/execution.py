@@ -26,7 +26,7 @@ from skyrl.engine.command_log import Settlement, failed, fails_model
 from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.exclusive_commands import ExclusiveCommands
 from skyrl.engine.interludes import Interludes
-from skyrl.engine.metrics import EngineMetrics, RunTimes, phase_of
+from skyrl.engine.metrics import EngineMetrics, ModelWaits, RunTimes, phase_of
 from skyrl.engine.model_ends import ModelEnds
 from skyrl.engine.publishing import WeightPublisher
 from skyrl.engine.ratios import RatioCheck
@@ -42,11 +42,13 @@ from skyrl.storage.db.database import Change, Connection, Database, Displaced, F
 from skyrl.storage.db.faults import DatabaseError, is_transient
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.pictures import PictureFiles
-from skyrl.storage.db.run_steps import StepSums
+from skyrl.storage.db.run_steps import Spent, StepSums
 from skyrl.trainer.protocol import Backend, Datum, PassResult, TrainingPass
 
 GAP = "kl:mean"
 """The metric of a pass that compares its logprobs with the sampler's."""
+REWARDS = "rewards"
+"""The input of a critic's loss with a reward for each position."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +125,26 @@ def run_passes(
             if GAP in result.metrics:
                 gaps.append(result.metrics[GAP])
             if training_pass.backward:
-                sums = StepSums.of_pass(size, result.metrics)
+                sums = StepSums.of_pass(size, result.metrics, rewards_of(training_pass.data))
                 before = trained.get(training_pass.model_id)
                 trained[training_pass.model_id] = sums if before is None else before + sums
     return PassOutcomes([(command, outcomes[command.request_id]) for command in commands], tokens, gaps, trained)
+
+
+def rewards_of(data: Sequence[Datum]) -> list[float]:
+    """The reward of each sequence that has inputs `rewards` (of a critic): their sum over its positions."""
+    return [float(datum.loss_inputs[REWARDS].sum()) for datum in data if REWARDS in datum.loss_inputs]
+
+
+def _both(first: Change | None, second: Change) -> Change:
+    """Both changes in one transaction."""
+
+    def change(connection: Connection) -> None:
+        if first is not None:
+            first(connection)
+        second(connection)
+
+    return change
 
 
 class PassPictures:
@@ -209,6 +227,7 @@ class Execution:
         self._pictures = pictures
         self._losses = losses
         self._ratios = RatioCheck()
+        self._waits = ModelWaits()
 
     # On the event loop: choose the thread, and wait until the command is settled.
 
@@ -263,6 +282,7 @@ class Execution:
             started = self._begin(commands)
             bodies = self._bodies(commands)
             runnable = [command for command in commands if command.request_id in bodies]  # other rows were deleted
+            waits = self._waits.began(runnable, time.time())
             with self._interludes.around(commands) as interrupted:
                 passes = run_passes(runnable, bodies, self._backend, self._pictures, self._losses, self._ratios)
             started += interrupted.seconds
@@ -270,10 +290,11 @@ class Execution:
 
             def count(connection: Connection) -> None:
                 usage.count_training(connection, passes.tokens)
-                run_steps.add_passes(connection, passes.trained, busy_s)
+                run_steps.add_passes(connection, passes.trained, busy_s, waits)
 
             outcomes = [(command.request_id, outcome) for command, outcome in passes.outcomes]
             self._settlement.settle(outcomes, count)
+            self._waits.ended(runnable, time.time())
             models = {command.model_id for command in runnable}
             self._metrics.commands.passed(len(models), sum(passes.tokens.values()), passes.gaps)
             for command, outcome in passes.outcomes:
@@ -313,13 +334,18 @@ class Execution:
         change: Change | None = None
         copy: Callable[[], None] | None = None
         started = time.perf_counter()
+        wait_s = self._waits.began([command], time.time()).get(command.model_id or "", 0.0)
         try:
             ran = self._exclusive_commands.run(command, body)
             outcome = Outcome(encode_json(ran.result))
             change, copy = ran.change, ran.copy
             if command.kind is Kind.OPTIM_STEP and command.model_id is not None:
                 rate = ran.result["metrics"].get("learning_rate")
-                change = run_steps.end_step(command.model_id, time.perf_counter() - started, rate)
+                change = run_steps.end_step(command.model_id, time.perf_counter() - started, rate, wait_s)
+            elif command.kind in FILE_COMMANDS and command.model_id is not None:
+                saved = command.kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER
+                spent = Spent(wait_s=wait_s, save_s=time.perf_counter() - started, saves=int(saved))
+                change = _both(change, run_steps.add_save(command.model_id, spent))
             if ran.weights is not None:
                 self._publisher.publish(ran.weights)
             if command.kind in _UPDATES and command.model_id is not None:
@@ -330,6 +356,7 @@ class Execution:
             outcome, change = failed(error, command), fails_model(command)
         power_safe = command.kind in SAVES and copy is None
         self._settlement.settle([(command.request_id, outcome)], change, power_safe=power_safe)
+        self._waits.ended([command], time.time())
         if copy is not None:
             self._threads.later_on_files(copy)
         return outcome

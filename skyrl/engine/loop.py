@@ -269,7 +269,7 @@ class SampleTurns:
         sampled = await sampler.run(commands, bodies)
         by_id = {command.request_id: command for command in commands}
         ended = [(by_id[request_id], outcome) for request_id, outcome in sampled.outcomes]
-        await asyncio.to_thread(self._settlement.end, ended, lambda c: usage.add(c, sampled.used))
+        await asyncio.to_thread(self._settlement.end, ended, lambda c: usage.add_sampled(c, sampled.used, sampled.runs))
         self._scheduler.finish(commands)
         for command in sampled.postponed:
             self._scheduler.add(command)

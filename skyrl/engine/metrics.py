@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -176,6 +177,38 @@ class EngineMetrics:
 
 MEAN_WEIGHT = 1 / 8
 """The weight of the newest run in a mean. The first run is the mean of one run."""
+
+
+MODELS = 4096
+"""So many models are remembered. The wait of a forgotten model's command counts from its arrival."""
+
+
+class ModelWaits:
+    """How long each model's commands have waited while none of the model's ran. Threads may share one object."""
+
+    def __init__(self) -> None:
+        self._ended: OrderedDict[str, float] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def began(self, commands: Sequence[Command], now: float) -> dict[str, float]:
+        """By model, the seconds that these commands, which begin now (seconds since the epoch), have waited: from the
+        first one's arrival, or from the end of the model's command before."""
+        waits: dict[str, float] = {}
+        with self._lock:
+            for command in commands:
+                if command.model_id is not None:
+                    since = max(command.accepted_at, self._ended.get(command.model_id, 0.0))
+                    waits[command.model_id] = max(waits.get(command.model_id, 0.0), now - since)
+        return waits
+
+    def ended(self, commands: Sequence[Command], now: float) -> None:
+        with self._lock:
+            for command in commands:
+                if command.model_id is not None:
+                    self._ended[command.model_id] = now
+                    self._ended.move_to_end(command.model_id)
+            while len(self._ended) > MODELS:
+                self._ended.popitem(last=False)
 
 
 class RunTimes:

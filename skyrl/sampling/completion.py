@@ -386,6 +386,7 @@ def _encode(choices: Sequence[Choice], usage: AnswerUsage | None, job: SampleJob
         prompt.target_logprobs(),
         prompt.alternatives(),
     )
+    surprise, known = (0.0, 0) if job.greedy or zero_fill else _surprise(sequences)
     return SampleAnswer(
         body=encode_sample(result, topk_sample=job.topk_sample, topk_prompt=job.topk_prompt),
         prompt_tokens=len(job.prompt),
@@ -393,7 +394,20 @@ def _encode(choices: Sequence[Choice], usage: AnswerUsage | None, job: SampleJob
         sampled_tokens=sum(len(sequence.tokens) for sequence in sequences),
         changed_weights=any(len(sequence.weight_versions or ()) > 1 for sequence in sequences),
         computed_again=_computed_again(choices, len(job.prompt), result.cached_tokens),
+        samples=len(choices),
+        truncated=sum(choice.finish_reason == "length" for choice in choices),
+        surprise=surprise,
+        surprise_tokens=known,
     )
+
+
+def _surprise(sequences: Sequence[SampledSequence]) -> tuple[float, int]:
+    """The sum of -logprob over the sampled tokens, and their number."""
+    total, tokens = 0.0, 0
+    for sequence in sequences:
+        total -= sum(sequence.logprobs)
+        tokens += len(sequence.tokens)
+    return total, tokens
 
 
 def _computed_again(choices: Sequence[Choice], prompt: int, cached: int) -> int:

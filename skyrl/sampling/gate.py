@@ -22,13 +22,14 @@ from typing import Protocol
 
 import msgspec
 
-from skyrl.base.types.weights import WeightsRef
+from skyrl.base.types.weights import BaseWeights, WeightsRef
 from skyrl.base.wire.errors import OverQuota, RequestError
 from skyrl.inference.vllm_plugin.protocol import TENANT_TAGS
 from skyrl.sampling.metrics import Ages, Refusal, RefusalMetrics, SampleMetrics, Used
 from skyrl.sampling.quota_account import Ticket
 from skyrl.sampling.quotas import Quotas
-from skyrl.storage.db.usage import UsageKey, sample_amounts
+from skyrl.storage.db.run_steps import Tenanted
+from skyrl.storage.db.usage import RunSamples, UsageKey, sample_amounts
 
 SHARE = 8
 """A tenant may hold up to SHARE times the capacity that is still free. One tenant alone gets 8/9 of the whole, two
@@ -217,15 +218,16 @@ class Payer(Protocol):
 
 
 class SamplingGate:
-    """The gate of one base model. `count` adds amounts to the usage. `order` is None if the inference server ignores
-    priorities. `admission` and `quotas` are those of the process; the engine has none, because an API process has let
-    its samples in."""
+    """The gate of one base model. `count` adds amounts to the usage, `runs` counts samples. `order` is
+    None if the inference server ignores priorities. `admission` and `quotas` are those of the process; the engine has
+    none, because an API process has let its samples in."""
 
     def __init__(
         self,
         count: Callable[[Mapping[UsageKey, int]], None],
         metrics: SampleMetrics,
         *,
+        runs: RunSamples | None = None,
         order: FairOrder | None = None,
         admission: Admission | None = None,
         quotas: Quotas | None = None,
@@ -233,6 +235,7 @@ class SamplingGate:
     ) -> None:
         self.count = count
         self.metrics = metrics
+        self.runs = runs or RunSamples()
         self.order = order
         self._admission = admission
         self._quotas = quotas
@@ -334,6 +337,8 @@ class Turn(msgspec.Struct, eq=False):
             tenant = self._payer.tenant
             place = self._place = order.enter(tenant, self._work)
             self.priority = place.priority * TENANT_TAGS + zlib.crc32(tenant.encode()) % TENANT_TAGS
+        if (run := _run_of(self._payer)) is not None:
+            self._gate.runs.begin(run, time.perf_counter())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -343,8 +348,13 @@ class Turn(msgspec.Struct, eq=False):
             ticket.end()
         if gate.order is not None and self._place is not None:
             gate.order.leave(self._place, self._work.num_samples, used, self.server)
+        payer = self._payer
+        if (run := _run_of(payer)) is not None:
+            counts = (
+                (0, 0, 0.0, 0) if used is None else (used.samples, used.truncated, used.surprise, used.surprise_tokens)
+            )
+            gate.runs.end(run, time.perf_counter(), *counts)
         if used is not None:
-            payer = self._payer
             amounts = sample_amounts(
                 payer.tenant,
                 payer.session_id,
@@ -357,3 +367,9 @@ class Turn(msgspec.Struct, eq=False):
             )
             gate.count(amounts)
             gate.metrics.succeeded(used)
+
+
+def _run_of(payer: Payer) -> Tenanted | None:
+    """The model whose weights are sampled from, and by whom; None for the base model."""
+    weights = payer.weights
+    return None if isinstance(weights, BaseWeights) else (weights.model_id, payer.tenant)

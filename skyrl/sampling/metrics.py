@@ -45,12 +45,19 @@ class Used(msgspec.Struct):
     prompt that came from the prefix cache, 0 if the server does not report it. `sampled_tokens` is the sum over all
     sequences. `computed_again` are prompt tokens that were computed for several sequences: all but the first time, 0 if
     the server does not report it.
+
+    `samples` are the sequences, of which `truncated` ended at their bound of tokens. `surprise` is the sum of -logprob
+    of `surprise_tokens` tokens that were drawn at random; both are 0 if logprobs are not known.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     sampled_tokens: int = 0
     computed_again: int = 0
+    samples: int = 0
+    truncated: int = 0
+    surprise: float = 0.0
+    surprise_tokens: int = 0
 
 
 class RefusalMetrics:

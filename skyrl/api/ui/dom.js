@@ -62,7 +62,7 @@ export function tickTimes() {
 
 const SYMBOLS = {
   working: "●", waiting: "◆", "over quota": "◆", idle: "○", "finished or gone": "▲", ended: "■", failed: "✖",
-  ready: "●", open: "●", degraded: "◆", "not ready": "▲",
+  usual: "●", unusual: "▲", "too early": "○", ready: "●", open: "●", degraded: "◆", "not ready": "▲",
 };
 
 /** A state as symbol, colour and word, and its sentence: set({state, sentence}). */

@@ -4,6 +4,7 @@
 import { agentTable } from "./agents.js";
 import { curvePart } from "./chart.js";
 import { el, linkPart, setText, statePart, timePart } from "./dom.js";
+import { inShort } from "./health.js";
 import { beside, modelTable, withBaseModel } from "./models.js";
 import { StuckLine } from "./stuck.js";
 import { Table, column } from "./table.js";
@@ -30,6 +31,7 @@ const RUN_COLUMNS = [
   column("run", (run) => ({ text: run.name ?? run.id, href: runHref(run.id), more: beside(run.name && run.id, run.base_model) }),
     { part: linkPart }),
   column("state", (run) => run, { part: statePart, kept: true }),
+  column("health", (run) => inShort(run.health), { part: statePart, kept: true }),
   column("steps", (run) => count(run.steps), numeric),
   withCurve("loss", "loss"),
   withCurve("gap", "gap"),

@@ -15,6 +15,7 @@ from skyrl import __version__
 from skyrl.api.access import Caller
 from skyrl.api.request_status.commands import RunStatus
 from skyrl.api.request_status.finding import BaseModelState, Stuck, stuck, stuck_of_all
+from skyrl.api.run_health.health import Health
 from skyrl.api.services import Services
 from skyrl.api.ui.agent_sessions import (
     MAX_TOKENS,
@@ -32,11 +33,11 @@ from skyrl.storage.db.checkpoints import Checkpoint, Seen
 from skyrl.storage.db.database import Connection
 from skyrl.storage.db.run_steps import CurvePoint, Step, history
 from skyrl.storage.db.runs import Pending, Run, SamplerGroup
-from skyrl.storage.db.usage import UsageLine, last_days, report
+from skyrl.storage.db.usage_report import UsageLine, last_days, report
 
 MAX_RUNS = 100
 MAX_CURVES = 20
-"""Runs with the newest requests that have curves in the state of a tenant."""
+"""Runs with the newest requests that have curves and a health in the state of a tenant."""
 MAX_SAMPLER_GROUPS = 50
 MAX_PENDING = 200
 """Kinds and models whose requests that have not ended are counted."""
@@ -64,9 +65,11 @@ class Overview:
 
         def read(connection: Connection) -> _State:
             runs = rows.runs_of(connection, self._tenant, MAX_RUNS)
+            newest = {run.id: run.steps for run in runs[:MAX_CURVES]}
             return _State(
                 runs,
-                self._services.curves.of(connection, {run.id: run.steps for run in runs[:MAX_CURVES]}),
+                self._services.curves.of(connection, newest),
+                self._services.healths.of(connection, newest),
                 rows.open_samplers(connection, self._tenant, MAX_SAMPLER_GROUPS),
                 rows.pending_of(connection, self._tenant, MAX_PENDING, by_base_model=several),
                 report(connection, *last_days(USAGE_DAYS), tenant=self._tenant),
@@ -84,7 +87,7 @@ class Overview:
             "stuck": [_stuck(one) for one in stuck if not one.is_slow],
             "slow": [_stuck(one) for one in stuck if one.is_slow],
             "pending": _pending(found.pending),
-            "runs": [_run(*each) | {"curve": _curve(found.curves.get(each[0].id, []))} for each in statuses],
+            "runs": [_run(*each) | found.of_steps(each[0].id) for each in statuses],
             "samplers": [asdict(group) | {"name": names.get(group.run or "")} for group in found.samplers],
             "agents": [session_line(*each) for each in agents],
             "checkpoints": [_checkpoint(one) | {"name": names.get(one.path.model_id)} for one in saved],
@@ -113,19 +116,22 @@ class Overview:
     async def run(self, model_id: str, after: int) -> dict[str, Any]:
         """One run with its checkpoints, and the steps of its history after the step `after`. Raises NotFound."""
 
-        def read(connection: Connection) -> tuple[Run | None, list[Step], list[UsageLine]]:
+        def read(connection: Connection) -> tuple[Run, Health, list[Step], list[UsageLine]] | None:
             run = rows.run_of(connection, model_id, self._tenant)
             if run is None:
-                return None, [], []
+                return None
             usage = report(connection, *last_days(USAGE_DAYS), tenant=self._tenant, run=model_id)
-            return run, history(connection, model_id, after), usage
+            health = self._services.healths.of(connection, {run.id: run.steps})[run.id]
+            return run, health, history(connection, model_id, after), usage
 
-        run, steps, usage = await self._services.database.read_async(read)
-        if run is None:
+        found = await self._services.database.read_async(read)
+        if found is None:
             raise NotFound(f"no run {model_id!r}", field="run_id")
+        run, health, steps, usage = found
         saved = await self._services.checkpoints.of_model(model_id, self._tenant, Seen(), MAX_CHECKPOINTS)
         return _run(run, self._services.statuses.of_run(run)) | {
             "server": await self.server(),
+            "health": health.shown(),
             "history": [_step(step) for step in steps],
             "checkpoints": [_checkpoint(one) | {"name": run.name} for one in saved[::-1]],
             "usage": [_usage(line) | {"name": run.name} for line in usage],
@@ -197,9 +203,18 @@ class _State:
 
     runs: list[Run]
     curves: dict[str, list[CurvePoint]]
+    healths: dict[str, Health]
     samplers: list[SamplerGroup]
     pending: list[Pending]
     usage: list[UsageLine]
+
+    def of_steps(self, run: str) -> dict[str, Any]:
+        """What is shown of a run's steps; `health` is None for a run that is not among the newest."""
+        health = self.healths.get(run)
+        return {
+            "curve": _curve(self.curves.get(run, [])),
+            "health": None if health is None else health.in_short(),
+        }
 
 
 def _run(run: Run, status: RunStatus) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-// The view of one run: where it stands, its curves, its usage and its checkpoints.
+// The view of one run: its health, where it stands, its curves, its usage and its checkpoints.
 
 import { Chart } from "./chart.js";
 import { el, setText, statePart, timePart } from "./dom.js";
+import { HealthBlock } from "./health.js";
 import { checkpointTable, usageKey, usageTable } from "./overview.js";
 import { Facts, column } from "./table.js";
 import { count, number } from "./words.js";
@@ -9,12 +10,16 @@ import { count, number } from "./words.js";
 const MAX_STEPS = 4000; // the server keeps about 2,000 steps of a run; with twice as many here, all are asked for anew
 
 const CURVES = [
+  ["Reward", (step) => step.reward],
   ["Loss per trained token (nats)", (step) => step.loss],
   ["Gap, trainer to sampler (nats)", (step) => step.gap],
   ["Ratio, trainer to sampler", (step) => step.ratio],
   ["Clip fraction", (step) => step.clip_fraction],
+  ["Entropy of samples (nats)", (step) => step.entropy],
+  ["Truncated samples", (step) => step.truncated],
   ["Trained tokens per second", (step) => step.tokens_per_second],
-  ["Step time (s)", (step) => step.busy_s],
+  ["Trainer's time (s)", (step) => step.busy_s],
+  ["Step time (s)", (step) => step.wall_s],
 ];
 
 export class RunView {
@@ -24,6 +29,7 @@ export class RunView {
   #charts = CURVES.map(([title, valueOf]) => new Chart(title, valueOf));
   #heading = el("h1", { tabindex: "-1" });
   #state = statePart();
+  #health = new HealthBlock();
   #facts = new Facts(
     column("run", (run) => run.id),
     column("base model", (run) => run.base_model),
@@ -44,7 +50,7 @@ export class RunView {
     const charts = el("section", {}, el("h2", {}, "Curves, by step"),
       el("div", { class: "charts" }, ...this.#charts.map((chart) => chart.element)));
     const parts = [this.#facts, { element: charts }, this.#checkpoints, this.#usage].map((part) => part.element);
-    this.element = el("div", {}, this.#heading, el("p", {}, this.#state.element), ...parts);
+    this.element = el("div", {}, this.#heading, this.#health.element, el("p", {}, this.#state.element), ...parts);
     this.#draw();
   }
 
@@ -57,6 +63,7 @@ export class RunView {
     this.title = run.name ?? run.id;
     setText(this.#heading, this.title);
     this.#state.set(run);
+    this.#health.update(run.health);
     this.#facts.update(run);
     this.#checkpoints.update(run.checkpoints, (saved) => saved.path);
     this.#usage.update(run.usage.toReversed(), usageKey);

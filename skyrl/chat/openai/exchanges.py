@@ -176,7 +176,13 @@ def rewritten(content: bytes, model: str, version: str | None = None) -> tuple[b
     if version is not None:
         check_began((spans_in(choice.weight_versions) for choice in seen.choices), version)
     _tell_stops(fields, seen, ())
-    return _encode(fields | {"model": model}), (seen.usage or AnswerUsage()).used()
+    used = (seen.usage or AnswerUsage()).used()
+    used.samples, used.truncated = len(seen.choices), _truncated(seen.choices)
+    return _encode(fields | {"model": model}), used
+
+
+def _truncated(choices: Sequence[_Choice]) -> int:
+    return sum(choice.finish_reason == "length" for choice in choices)
 
 
 def versions_in(event: bytes) -> list[list[Span] | None]:
@@ -199,11 +205,14 @@ class EventRewriter:
         self._total: Used | None = None
         self._called: set[int] = set()
         """The choices that have called a tool."""
+        self._finished = self._truncated = 0
 
     @property
     def used(self) -> Used:
         """What the stream has used so far. Cached tokens are known at its end."""
-        return self._total or Used(sum(self._prompts.values()), 0, sum(self._choices.values()))
+        used = self._total or Used(sum(self._prompts.values()), 0, sum(self._choices.values()))
+        used.samples, used.truncated = self._finished, self._truncated
+        return used
 
     def rewrite(self, event: bytes) -> bytes | None:
         """The event for the caller, None if the caller did not ask for it. Raises MalformedAnswer, AbortedAnswer."""
@@ -213,6 +222,8 @@ class EventRewriter:
                 self._total = seen.usage.used()
             return _encode(fields | {"model": self._model}) if self._include_usage else None
         self._called.update(choice.index for choice in seen.choices if choice.calls)
+        self._finished += sum(choice.finish_reason is not None for choice in seen.choices)
+        self._truncated += _truncated(seen.choices)
         _tell_stops(fields, seen, self._called)
         if seen.usage is not None:
             used = seen.usage.used()

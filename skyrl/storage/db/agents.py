@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from sqlalchemy import Connection, Select, and_, bindparam, case, delete, func, insert, or_, select, update
 
 from skyrl.base.types.agents import AgentLimits, AgentSession, AgentTurn, EndReason, VersionSpan
-from skyrl.base.types.weights import WeightsRef
+from skyrl.base.types.weights import BaseWeights, WeightsRef
 from skyrl.storage.db.database import MAX_NAMED, Database, in_groups
 from skyrl.storage.db.faults import ConstraintError
 from skyrl.storage.db.row_statements import RowStatement, marks
+from skyrl.storage.db.run_steps import add_reward
 from skyrl.storage.db.tables import AgentSessionRow, AgentTurnRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
@@ -262,10 +263,21 @@ class AgentSessions:
         return await self._writer.transact(lambda c: _end_over(c, now, limit, idle_since))
 
     async def reward(self, session_id: str, tenant: str, reward: float) -> bool:
-        """Give a session its reward, in place of an earlier one. False if the tenant has no such session."""
+        """Give a session its reward, in place of an earlier one. The first one also counts for the open step of the
+        run whose weights it has. False if the tenant has no such session."""
         own = and_(sessions.c.id == session_id, sessions.c.tenant == tenant)
-        statement = update(sessions).where(own).values(reward=reward)
-        return await self._writer.transact(lambda c: c.execute(statement).rowcount > 0)
+        before = select(sessions.c.weights, sessions.c.reward).where(own)
+
+        def change(connection: Connection) -> bool:
+            row = connection.execute(before).first()
+            if row is None:
+                return False
+            connection.execute(update(sessions).where(own).values(reward=reward))
+            if row.reward is None and not isinstance(row.weights, BaseWeights):
+                add_reward(connection, row.weights.model_id, reward)
+            return True
+
+        return await self._writer.transact(change)
 
     def note_use(self, session_id: str) -> None:
         """A turn was asked for. `write_uses` writes that later, for many sessions at once."""

@@ -87,7 +87,8 @@ class ModelRow(SQLModel, table=True):
 class RunStepRow(SQLModel, table=True):
     """One step of a model's training: sums over the forward_backward passes since the step before. `ended_at` is when
     the optimizer step ended; None while the step is open. `busy_s` is the trainer's time. The sums of the gap,
-    of the ratio and of clipped tokens are weighted by tokens. See `skyrl.storage.db.run_steps`."""
+    of the ratio and of clipped tokens are weighted by tokens. `wall_s` is the time since the step before ended. See
+    `skyrl.storage.db.run_steps`."""
 
     __tablename__ = "run_steps"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (PrimaryKeyConstraint("model_id", "step"), Index("ix_run_steps_updated_at", "updated_at"))
@@ -107,6 +108,19 @@ class RunStepRow(SQLModel, table=True):
     ratio_tokens: int = Field(default=0, sa_column=Column(BigInteger, nullable=False, server_default="0"))
     learning_rate: float | None = None
     busy_s: float
+    advantage_tokens: int = Field(default=0, sa_column=Column(BigInteger, nullable=False, server_default="0"))
+    reward_sum: float = Field(default=0.0, sa_column_kwargs={"server_default": "0"})
+    rewards: int = Field(default=0, sa_column=Column(BigInteger, nullable=False, server_default="0"))
+    samples: int = Field(default=0, sa_column=Column(BigInteger, nullable=False, server_default="0"))
+    truncated: int = Field(default=0, sa_column=Column(BigInteger, nullable=False, server_default="0"))
+    surprise_sum: float = Field(default=0.0, sa_column_kwargs={"server_default": "0"})
+    surprise_tokens: int = Field(default=0, sa_column=Column(BigInteger, nullable=False, server_default="0"))
+    sampling_s: float = Field(default=0.0, sa_column_kwargs={"server_default": "0"})
+    sampling_until: float = Field(default=0.0, sa_column_kwargs={"server_default": "0"})
+    wait_s: float = Field(default=0.0, sa_column_kwargs={"server_default": "0"})
+    save_s: float = Field(default=0.0, sa_column_kwargs={"server_default": "0"})
+    saves: int = Field(default=0, sa_column=Column(BigInteger, nullable=False, server_default="0"))
+    wall_s: float | None = None
 
 
 class SamplingSessionRow(SQLModel, table=True):

@@ -1,6 +1,6 @@
 """Usage by hour: tokens trained and sampled, checkpoints made, gigabyte-hours stored. Amounts, no prices.
 
-`report` adds the hours up by day, tenant, run, base model and kind.
+Counts samples in memory, by run also for the run's open step; `skyrl.storage.db.usage_report` adds the hours up.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from sqlalchemy import Connection, case, delete, func, insert, or_, select, text
 
 from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
 from skyrl.storage.db.database import Database
+from skyrl.storage.db.run_steps import SampledSums, Tenanted, add_samples
 from skyrl.storage.db.sessions import in_project, sessions
 from skyrl.storage.db.tables import CheckpointRow, MeterRow, ModelRow, UsageRow
 from skyrl.storage.db.writer import GroupCommitWriter
@@ -80,6 +81,14 @@ def add(connection: Connection, amounts: Mapping[UsageKey, float]) -> None:
     rows = [key._asdict() | {"amount": amount} for key, amount in sorted(amounts.items()) if amount]
     if rows:
         connection.execute(_ADD, rows)
+
+
+def add_sampled(
+    connection: Connection, amounts: Mapping[UsageKey, float], runs: Mapping[Tenanted, SampledSums]
+) -> None:
+    """Add the amounts of samples to the usage, and their sums by run to the runs' open steps."""
+    add(connection, amounts)
+    add_samples(connection, runs)
 
 
 def count_training(connection: Connection, tokens: Mapping[str, int]) -> None:
@@ -188,9 +197,16 @@ def add_storage(connection: Connection, metered: Metered) -> None:
         add(connection, metered.amounts)
 
 
-def add_once(connection: Connection, counter: str, at: float, amounts: Mapping[UsageKey, float]) -> None:
-    """Add the amounts that `counter` has counted until `at`, unless they were added before: a counter repeats this call
-    when it does not know whether its commit succeeded. Forgets counters that have added nothing for a day."""
+def add_once(
+    connection: Connection,
+    counter: str,
+    at: float,
+    amounts: Mapping[UsageKey, float],
+    sampled: Mapping[Tenanted, SampledSums],
+) -> None:
+    """Add the amounts and the runs' samples that `counter` has counted until `at`, unless they were added before: a
+    counter repeats this call when it does not know whether its commit succeeded. Forgets counters that have added
+    nothing for a day."""
     row = _meters.c.name == _COUNTER + counter
     counted_until = connection.execute(select(_meters.c.counted_until).where(row)).scalar()
     if counted_until == at:
@@ -201,11 +217,70 @@ def add_once(connection: Connection, counter: str, at: float, amounts: Mapping[U
         connection.execute(insert(_meters), {"name": _COUNTER + counter, "counted_until": at})
     else:
         connection.execute(update(_meters).where(row).values(counted_until=at))
-    add(connection, amounts)
+    add_sampled(connection, amounts, sampled)
+
+
+class _Sampling:
+    """The samples of one run's weights: how many are in flight, since when (monotonic seconds) some are that is not in
+    the sums yet, and the sums since they were taken."""
+
+    __slots__ = ("in_flight", "since", "sums")
+
+    def __init__(self, now: float) -> None:
+        self.in_flight = 0
+        self.since = now
+        self.sums = SampledSums()
+
+    def note_time(self, now: float) -> None:
+        if self.in_flight:
+            self.sums.sampling_s += now - self.since
+            self.since = now
+
+
+class RunSamples:
+    """Counts the samples of each run and tenant in memory. A sample costs two look-ups; a run is forgotten when its sums
+    are taken and none of its samples is in flight."""
+
+    def __init__(self) -> None:
+        self._runs: dict[Tenanted, _Sampling] = {}
+
+    def begin(self, run: Tenanted, now: float) -> None:
+        found = self._runs.get(run)
+        if found is None:
+            found = self._runs[run] = _Sampling(now)
+        if not found.in_flight:
+            found.since = now
+        found.in_flight += 1
+
+    def end(self, run: Tenanted, now: float, samples: int, truncated: int, surprise: float, tokens: int) -> None:
+        """A sample has ended, or failed without any sequences. `surprise` is the sum of -logprob of `tokens`."""
+        found = self._runs[run]
+        sums = found.sums
+        sums.samples += samples
+        sums.truncated += truncated
+        sums.surprise_sum += surprise
+        sums.surprise_tokens += tokens
+        if found.in_flight == 1:  # its time is known now; that of other samples when the sums are taken
+            found.note_time(now)
+        found.in_flight -= 1
+
+    def take(self) -> dict[Tenanted, SampledSums]:
+        """The sums since the last call, of runs of which a sample has ended."""
+        now, at = time.perf_counter(), time.time()
+        taken: dict[Tenanted, SampledSums] = {}
+        for run, found in [*self._runs.items()]:
+            if found.sums.samples:
+                found.note_time(now)
+                found.sums.sampling_until = at
+                taken[run], found.sums = found.sums, SampledSums()
+            if not found.in_flight:
+                del self._runs[run]
+        return taken
 
 
 class UsageCounter:
-    """Counts samples in memory, so that a sample needs no second write. `flush` adds the counts to the table.
+    """Counts samples in memory, so that a sample needs no second write: their usage, and `runs` by run. `flush` adds
+    the counts to the tables.
 
     API processes flush every second and when they stop. A killed process loses the counts since its last flush.
     """
@@ -214,8 +289,9 @@ class UsageCounter:
         self._writer = writer
         self._name = secrets.token_hex(8)
         self._amounts: dict[UsageKey, float] = {}
-        self._unsure: tuple[float, dict[UsageKey, float]] | None = None
-        """The amounts of a failed flush, and the time until which they were counted. The flush may have been committed
+        self.runs = RunSamples()
+        self._unsure: tuple[float, dict[UsageKey, float], dict[Tenanted, SampledSums]] | None = None
+        """The counts of a failed flush, and the time until which they were counted. The flush may have been committed
         although it failed."""
 
     def count(self, amounts: Mapping[UsageKey, float]) -> None:
@@ -225,9 +301,9 @@ class UsageCounter:
     async def flush(self) -> None:
         while self._unsure is not None or self._amounts:
             if self._unsure is None:
-                self._unsure, self._amounts = (time.time(), self._amounts), {}
-            flushed = self._unsure
-            await self._writer.transact(partial(add_once, counter=self._name, at=flushed[0], amounts=flushed[1]))
+                self._unsure, self._amounts = (time.time(), self._amounts, self.runs.take()), {}
+            at, amounts, sampled = flushed = self._unsure
+            await self._writer.transact(partial(add_once, counter=self._name, at=at, amounts=amounts, sampled=sampled))
             if self._unsure is flushed:  # another flush may have set it meanwhile
                 self._unsure = None
 
@@ -307,83 +383,3 @@ class Usage:
         return await self._database.read_async(
             lambda c: [StoredCheckpoints(row.project_id, row.n, int(row.size)) for row in c.execute(query)]
         )
-
-
-DAY_S = 86_400
-TOKEN_KINDS = (
-    UsageKind.TRAINING,
-    UsageKind.PREFILL,
-    UsageKind.PREFILL_CACHED,
-    UsageKind.PREFILL_AGAIN,
-    UsageKind.SAMPLE,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class UsageLine:
-    """The tokens of one tenant, day (UTC), run and base model. `run` is empty for samples from the base model and for
-    what versions of skyrl before this report have counted. A prompt counts once, whatever the number of its
-    sequences: `prompt` tokens were computed; `cached` ones were not, because the inference server had them in its
-    prefix cache. `computed` is what the server has computed for all sequences together, as far as it says that."""
-
-    day: str
-    tenant: str
-    run: str
-    base_model: str
-    trained: int
-    sampled: int
-    prompt: int
-    cached: int
-    computed: int
-
-
-def last_days(days: int) -> tuple[date, date]:
-    """The first and the last of the last `days` days in UTC, today included."""
-    last = today()
-    return last - timedelta(days=days - 1), last
-
-
-def today() -> date:
-    """The day in UTC."""
-    return datetime.now(UTC).date()
-
-
-def report(
-    connection: Connection, first: date, last: date, *, tenant: str | None = None, run: str | None = None
-) -> list[UsageLine]:
-    """The lines of the days from `first` to `last`, both included, in the order of day, tenant and run. Of one tenant,
-    or of all; of one run, or of all."""
-    day = usage.c.bucket - usage.c.bucket % DAY_S
-    start = datetime.combine(first, datetime.min.time(), UTC)
-    end = datetime.combine(last + timedelta(days=1), datetime.min.time(), UTC)
-    key = (day.label("day"), usage.c.tenant, usage.c.model_id, usage.c.base_model)
-    wanted = [
-        usage.c.bucket >= int(start.timestamp()),
-        usage.c.bucket < int(end.timestamp()),
-        usage.c.kind.in_(TOKEN_KINDS),
-    ]
-    if tenant is not None:
-        wanted.append(usage.c.tenant == tenant)
-    if run is not None:
-        wanted.append(usage.c.model_id == run)
-    query = select(*key, usage.c.kind, func.sum(usage.c.amount).label("amount")).where(*wanted)
-    sums: dict[tuple[int, str, str, str], dict[str, int]] = {}
-    for row in connection.execute(query.group_by(*key, usage.c.kind)):
-        kinds = sums.setdefault((row.day, row.tenant, row.model_id, row.base_model), {})
-        kinds[row.kind] = round(row.amount)
-    return [_line(key, kinds) for key, kinds in sorted(sums.items())]
-
-
-def _line(key: tuple[int, str, str, str], kinds: dict[str, int]) -> UsageLine:
-    start, tenant, run, base_model = key
-    return UsageLine(
-        datetime.fromtimestamp(start, UTC).date().isoformat(),
-        tenant,
-        run,
-        base_model,
-        trained=kinds.get(UsageKind.TRAINING, 0),
-        sampled=kinds.get(UsageKind.SAMPLE, 0),
-        prompt=kinds.get(UsageKind.PREFILL, 0),
-        cached=kinds.get(UsageKind.PREFILL_CACHED, 0),
-        computed=kinds.get(UsageKind.PREFILL, 0) + kinds.get(UsageKind.PREFILL_AGAIN, 0),
-    )

@@ -356,7 +356,7 @@ async def test_a_sample_whose_commit_seemed_lost_counts_once(
 def test_the_counters_of_ended_processes_leave_no_rows(database: Database) -> None:
     noon = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
     for name, at in (("gone", noon), ("there", noon + HOUR_S), ("new", noon + 25 * HOUR_S - 1)):
-        database.write(lambda c, name=name, at=at: add_once(c, name, at, {}))
+        database.write(lambda c, name=name, at=at: add_once(c, name, at, {}, {}))
     meter(database, noon)
     names = select(MeterRow.__table__.c.name)  # type: ignore[attr-defined]
     assert set(database.read(lambda c: c.execute(names).scalars().all())) == {

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 from skyrl.api.ui.usage_csv import as_csv
 from skyrl.base.types.weights import AdapterVersion, BaseWeights
 from skyrl.cli.main import app
-from skyrl.storage.db import usage
+from skyrl.storage.db import usage_report
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.usage import UsageKey, UsageKind, UsageLine, add, bucket_of, last_days, report, sample_amounts
+from skyrl.storage.db.usage import UsageKey, UsageKind, add, bucket_of, sample_amounts
+from skyrl.storage.db.usage_report import UsageLine, last_days, report
 from tests.databases import make_tables, url_of
 from tests.postgres_server import ON_BOTH
 
@@ -28,7 +29,7 @@ RUN = "s1:train:0"
 @pytest.fixture(autouse=True)
 def the_day(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests may run across midnight."""
-    monkeypatch.setattr(usage, "today", lambda: TODAY)
+    monkeypatch.setattr(usage_report, "today", lambda: TODAY)
 
 
 def hour(day: date, number: int) -> int:
