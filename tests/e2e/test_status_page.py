@@ -30,7 +30,9 @@ NAME, OTHER_NAME = "<img src=x onerror=alert(1)>", "secret-of-another-tenant"
 NO_TOKEN = "eyJ.not-a.token"
 """Has a token's form, so that a server that takes every key refuses it."""
 TEXT = [cross_entropy(list(range(30, 60)))]
+LOSS = "figure:nth-of-type(2)"
 HOME, LEFT = "\ue011", "\ue012"
+SMALL_PHONE = (320, 640)
 SCREENSHOTS = os.environ.get("SCREENSHOTS")
 
 
@@ -168,13 +170,19 @@ def test_the_page_follows_a_run_that_trains_and_shows_nothing_of_another_tenant(
 
     follow(browser, NAME)
     drawn = browser.until(lambda: curves(browser))
-    assert len(drawn) == 5, "gap, ratio, clip fraction, tokens per second, step time"
-    assert not browser.one("figure:first-of-type").is_displayed(), "ppo has no loss per token"
+    assert len(drawn) >= 6, "gap, ratio, clip fraction, tokens per second, trainer's time, step time"
+    assert not browser.one(LOSS).is_displayed(), "ppo has no loss per token"
+    health = browser.one("#health")
+    assert health.location["y"] < min(each.location["y"] for each in browser.all("dl, figure") if each.is_displayed())
+    assert "reward\nnot known: the server gets rewards only of agents' sessions" in health.text
     train(mine.trainer, TEXT, 1, 1e-3)
     mine.steps(1)
-    browser.until(lambda: browser.one("figure:first-of-type .value").text == "step 5: no value")
-    assert shown_value(browser, 2, LEFT) == "step 4: no value", "a step without logprobs of a sampler has no gap"
-    assert shown_value(browser, 1, HOME).startswith("step 1: ")
+    browser.until(lambda: browser.one(f"{LOSS} .value").text == "step 5: no value")
+    titles = [figure.text for figure in browser.all("figure") if figure.is_displayed()]
+    assert any(title.startswith("Entropy of samples") for title in titles), "counted within a second, so by step 4"
+    assert any(title.startswith("Truncated samples") for title in titles)
+    assert shown_value(browser, 3, LEFT) == "step 4: no value", "a step without logprobs of a sampler has no gap"
+    assert shown_value(browser, 2, HOME).startswith("step 1: ")
     assert browser.one("h1").text == NAME
     seen.append(browser.text())
 
@@ -224,7 +232,7 @@ def check_folded_rows(browser: Browser) -> None:
             cell.get_attribute("data-name") for cell in row.find_elements("css selector", "td") if cell.is_displayed()
         ]
 
-    assert shown() == ["run", "state", "gap"]
+    assert shown() == ["run", "state", "health", "gap"]
     folded = row.size["height"]
     assert folded < 100, "a line for the name, and one for state and curve"
     button = row.find_element("css selector", ".unfold")
@@ -233,7 +241,7 @@ def check_folded_rows(browser: Browser) -> None:
     assert {"steps", "ratio", "learning rate", "last activity"} <= {*shown()}
     assert row.size["height"] > 2 * folded
     button.click()
-    assert shown() == ["run", "state", "gap"]
+    assert shown() == ["run", "state", "health", "gap"]
 
 
 @NEEDS_CHROMIUM
@@ -251,9 +259,10 @@ def test_every_view_fits_a_phone(server: DemoServer, connect: ClientFactory, bro
         ("server", lambda: "free disk" in browser.text()),
     ]
     for name, shown in views:
-        browser.has_screen(PHONE)
-        browser.until(shown)
-        assert width(browser) == PHONE[0], name
+        for screen in (SMALL_PHONE, PHONE):
+            browser.has_screen(screen)
+            browser.until(shown)
+            assert width(browser) == screen[0], name
         if name == "overview":
             check_folded_rows(browser)
         browser.has_screen(DESK)

@@ -127,8 +127,8 @@ _ADD = text(
     "sampling_until = CASE WHEN excluded.sampling_until > run_steps.sampling_until "
     "THEN excluded.sampling_until ELSE run_steps.sampling_until END"
 )
-"""Adds to the open step of a model, which it makes if there is none; if a tenant is named, only to its own model. Time in
-which several API processes have samples of the run in flight counts once: at most the time since the latest one that
+"""Adds to the open step of a model, which it makes if there is none; if a tenant is named, only to its own model. Time
+in which several API processes have samples of the run in flight counts once: at most the time since the latest one that
 was added."""
 
 

@@ -238,8 +238,8 @@ class _Sampling:
 
 
 class RunSamples:
-    """Counts the samples of each run and tenant in memory. A sample costs two look-ups; a run is forgotten when its sums
-    are taken and none of its samples is in flight."""
+    """Counts the samples of each run and tenant in memory. A sample costs two look-ups; a run is forgotten when its
+    sums are taken and none of its samples is in flight."""
 
     def __init__(self) -> None:
         self._runs: dict[Tenanted, _Sampling] = {}

@@ -29,7 +29,7 @@ from skyrl.storage.db.engine_state import state as engine_state
 from skyrl.storage.db.futures import futures
 from skyrl.storage.db.keys import Scope
 from skyrl.storage.db.models import models
-from skyrl.storage.db.run_steps import CURVE_POINTS, StepSums, add_passes, end_step
+from skyrl.storage.db.run_steps import CURVE_POINTS, SampledSums, StepSums, add_passes, add_samples, end_step
 from skyrl.storage.db.samplers import samplers
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.db.usage import count_training
@@ -188,7 +188,7 @@ async def test_the_curve_of_a_run_has_its_whole_history_in_few_points(api: Api, 
     assert runs[none] == {"step": [], "loss": [], "gap": []}
 
 
-async def test_the_runs_with_the_newest_requests_alone_have_curves(
+async def test_the_runs_with_the_newest_requests_alone_have_curves_and_a_health(
     api: Api, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overview, "MAX_CURVES", 1)
@@ -196,8 +196,37 @@ async def test_the_runs_with_the_newest_requests_alone_have_curves(
     for run in (old, new):
         database.write(lambda c, run=run: train(c, run, 2))
     database.write(lambda c: c.execute(update(models).where(models.c.id == old).values(last_request_at=1.0)))
-    shown = {run["id"]: run["curve"]["step"] for run in (await ask(api, "state"))["runs"]}
-    assert shown == {new: [1, 2], old: []}
+    state = await ask(api, "state")
+    assert {run["id"]: run["curve"]["step"] for run in state["runs"]} == {new: [1, 2], old: []}
+    assert {run["id"]: run["health"] is not None for run in state["runs"]} == {new: True, old: False}
+
+
+@ON_BOTH_SLOWLY
+async def test_a_run_that_leaves_its_usual_says_so_in_the_same_words_everywhere(api: Api, database: Database) -> None:
+    run, young = await new_run(api), await new_run(api)
+
+    def sample_and_train(connection: Connection) -> None:
+        for number in range(36):
+            sums = SampledSums(samples=20, truncated=1 if number < 30 else 9, surprise_sum=24.0, surprise_tokens=20)
+            add_samples(connection, {(run, TENANT): sums})
+            train(connection, run, 1)
+
+    database.write(sample_and_train)
+    health = {one["id"]: one["health"] for one in (await ask(api, "state"))["runs"]}
+    assert health[young] == {"state": "too early", "sentences": [], "time": None}
+    assert health[run]["state"] == "unusual"
+    sentence = "truncated samples rose from 5 % to 45 % since step 31: max_tokens may be too small, or answers grow"
+    [gap, truncated] = health[run]["sentences"]
+    assert gap.startswith("the gap between sampler and trainer is 0.12 nats")
+    assert truncated.startswith(sentence)
+    shown = (await ask(api, f"runs/{run}"))["health"]
+    assert [shown[name] for name in ("state", "sentences", "time")] == [*health[run].values()]
+    lines = {line["name"]: (line["text"], line["usual"]) for line in shown["lines"]}
+    assert lines["truncated samples"] == ("45 %", "5 %")
+    assert lines["entropy of samples"] == ("1.20 nats", "1.20 nats")
+    [reward] = [line for line in shown["lines"] if line["name"] == "reward"]
+    assert (reward["value"], reward["text"]) == (None, "not known")
+    assert reward["missing"].startswith("the server gets rewards only of agents' sessions")
 
 
 @ON_BOTH_SLOWLY

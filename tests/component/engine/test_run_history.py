@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,18 @@ from skyrl.storage.db import retention, run_steps
 from skyrl.storage.db.database import Connection, Database
 from skyrl.storage.db.models import Model, add_model
 from skyrl.storage.db.retention import Retention
-from skyrl.storage.db.run_steps import Curves, Step, StepSums, add_passes, end_step, history
+from skyrl.storage.db.run_steps import (
+    Curves,
+    SampledSums,
+    Step,
+    StepSums,
+    add_passes,
+    add_reward,
+    add_samples,
+    end_step,
+    history,
+    newest_steps,
+)
 from skyrl.storage.db.sessions import Sessions
 from skyrl.storage.db.usage import usage
 from skyrl.storage.db.writer import GroupCommitWriter
@@ -85,6 +97,7 @@ async def test_the_numbers_of_a_step_are_those_of_its_passes(harness: Harness) -
     assert step.gap == pytest.approx(sum(sums["kl"]) / 10), "the cross-entropy pass has no logprobs of a sampler"
     assert step.clip_fraction == pytest.approx(sum(sums["clipped"]) / 10)
     assert (step.step, step.tokens) == (1, 8 + 8 + 8 + 9 + 14 + 14)
+    assert step.active == pytest.approx(10 / 24), "of the tokens in passes with advantages"
     assert step.busy_s > 0
 
 
@@ -263,3 +276,65 @@ async def test_steps_without_news_for_90_days_are_deleted(
     await writer.transact(make_old)
     await Retention(database, writer, 100.0).sweep()
     assert [step.step for step in await database.read_async(lambda c: history(c, run))] == [6, 7, 8]
+
+
+@ON_BOTH
+async def test_a_step_has_the_samples_of_its_tenant_and_the_time_of_two_processes_once(
+    database: Database, writer: GroupCommitWriter, run: str
+) -> None:
+    one = SampledSums(samples=8, truncated=2, surprise_sum=6.0, surprise_tokens=4)
+    for sampling_s, until in ((2.0, 100.0), (2.0, 101.0), (5.0, 100.5), (0.5, 110.0)):
+        sums = replace(one, sampling_s=sampling_s, sampling_until=until)
+        await writer.transact(lambda c, sums=sums: add_samples(c, {(run, "tenant"): sums, (run, "other"): sums}))
+    await writer.transact(lambda c: add_samples(c, {("deleted", "tenant"): one}))
+    await writer.transact(lambda c: train(c, run, 2))
+    first, second = database.read(lambda c: history(c, run))
+    assert (first.samples, first.truncated, first.entropy) == (32, 0.25, 1.5)
+    assert first.sampling_s == 2 + 1 + 0 + 0.5, "what another process has counted already counts once"
+    assert (second.samples, second.truncated, second.entropy, second.sampling_s) == (0, None, None, 0)
+    assert database.read(lambda c: newest_steps(c, run, 1)) == [second]
+
+
+@ON_BOTH
+async def test_a_step_has_the_mean_of_its_rewards_and_its_wall_time(
+    database: Database, writer: GroupCommitWriter, run: str
+) -> None:
+    def change(connection: Connection) -> None:
+        add_passes(connection, {run: StepSums.of_pass(8, {}, [1.0, 0.0, 0.5])}, 0.5)
+        add_passes(connection, {run: StepSums.of_pass(8, {}, [math.inf])}, 0.5)
+        add_reward(connection, run, 1.0)
+        add_reward(connection, run, 1e300)
+        end_step(run, 0.25)(connection)
+        end_step(run, 0.25)(connection)
+
+    await writer.transact(change)
+    first, second = database.read(lambda c: history(c, run))
+    assert (first.reward, second.reward) == (2.5 / 4, None)
+    assert first.wall_s is None, "nothing says when the first step began"
+    assert second.wall_s == pytest.approx(second.ended_at - first.ended_at)
+
+
+@ON_BOTH
+async def test_a_run_waits_while_the_trainer_works_for_others(
+    database: Database, writer: GroupCommitWriter, run: str
+) -> None:
+    """Its passes ran for 3 s together with another's, which had three quarters of the tokens."""
+    sums = {run: StepSums.of_pass(10, {}), "another": StepSums.of_pass(30, {})}
+    await writer.transact(lambda c: add_passes(c, sums, 3.0, {run: 0.5}))
+    await writer.transact(end_step(run, 0.25, wait_s=2.0))
+    [step] = database.read(lambda c: history(c, run))
+    assert (step.busy_s, step.wait_s) == (0.75 + 0.25, 0.5 + 2.25 + 2.0)
+
+
+async def test_a_step_knows_its_saves(harness: Harness) -> None:
+    trainer = await Trainer.create(harness)
+    await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
+    await trainer.do(Kind.SAVE_WEIGHTS, path="state")
+    await trainer.step(1)
+    await trainer.step(2)
+    first, second = steps_of(harness, trainer)
+    assert first.save_s > 0
+    assert (first.saves, second.saves, second.save_s) == (1, 0, 0)
+    assert first.wait_s + second.wait_s > 0
+    assert second.wall_s is not None
+    assert second.busy_s + second.wait_s <= second.wall_s + 0.5

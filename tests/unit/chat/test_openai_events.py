@@ -69,6 +69,16 @@ def test_the_usage_at_the_end_counts_if_there_is_one() -> None:
     assert rewriter.used == Used(5, 5, 2)
 
 
+def test_a_stream_counts_the_choices_that_have_ended_and_those_at_their_bound() -> None:
+    rewriter = EventRewriter("mine", 3, include_usage=False, continuous_usage=False)
+    for index, finish in ((0, None), (0, "length"), (1, "stop"), (2, None)):
+        rewriter.rewrite(event(index, 5, 1, finish))
+    assert (rewriter.used.samples, rewriter.used.truncated) == (2, 1)
+    whole = {"choices": [{"index": 0, "finish_reason": "length"}, {"index": 1, "finish_reason": "stop"}]}
+    used = rewritten(json.dumps(whole).encode(), "mine")[1]
+    assert (used.samples, used.truncated) == (2, 1)
+
+
 def test_negative_numbers_of_tokens_count_as_none() -> None:
     rewriter = EventRewriter("mine", 1, include_usage=False, continuous_usage=False)
     rewriter.rewrite(event(0, -2, -1))

@@ -110,6 +110,43 @@ def test_a_server_that_is_not_ready_gives_1_and_the_reason(stand_in: StandIn) ->
     assert stand_in.asked == [("/ui/api/state", "tml-k")], "only a key with the scope admin asks for the box"
 
 
+HEALTH = {
+    "state": "unusual",
+    "sentences": ["truncated samples rose from 3 % to 41 % since step 120: max_tokens may be too small"],
+    "time": "a step takes 10 s: sampling 50 %, training 50 %",
+}
+LINES = [
+    {"name": "truncated samples", "text": "41 %", "usual": "3 %", "missing": None},
+    {"name": "reward", "text": "not known", "usual": None, "missing": "no rewards came"},
+]
+
+
+def drawn(answer: dict[str, Any], columns: int) -> str:
+    console = Console(file=io.StringIO(), width=columns)
+    console.print(view(answer))
+    assert isinstance(console.file, io.StringIO)
+    return " ".join(console.file.getvalue().split())
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_the_health_of_a_run_comes_before_its_state_and_in_one_run_before_all_else(columns: int) -> None:
+    server = NOT_READY | {"ready": True, "reasons": []}
+    state = {"server": server, "runs": [RUN | {"health": HEALTH}], "samplers": [], "stuck": [], "slow": []}
+    shown = drawn(state, columns)
+    assert "▲ health: unusual" in shown
+    assert shown.index("rose from 3 % to 41 %") < shown.index("◆ waiting")
+    one = drawn(RUN | {"server": server, "history": [], "health": HEALTH | {"lines": LINES}}, columns)
+    for part in (
+        "▲ health: unusual",
+        "a step takes 10 s",
+        "truncated samples 41 % 3 %",
+        "not known",
+        "no rewards came",
+    ):
+        assert part in one, one
+        assert one.index(part) < one.index("◆ waiting")
+
+
 MODELS = [
     {"name": "acme/student", "uses": ["train", "sample"], "ready": True, "reasons": []},
     {"name": "acme/teacher", "uses": ["sample"], "ready": False, "reasons": ["sampling: its files are gone"]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -12,7 +13,7 @@ from skyrl.base.types.activity import EngineActivity, RecoveryProgress, WaitsFor
 from skyrl.base.types.requests import Command, Kind
 from skyrl.engine import activity as activity_module
 from skyrl.engine.activity import ActivityWatch, Holds
-from skyrl.engine.metrics import CommandMetrics, RunTimes
+from skyrl.engine.metrics import CommandMetrics, ModelWaits, RunTimes
 from skyrl.engine.scheduler import Scheduler
 from skyrl.storage.db.models import PendingCommand
 
@@ -175,3 +176,13 @@ def test_run_times_are_means_by_kind_and_passes_count_by_their_size() -> None:
     times.ran([step], 9.0)
     assert times.means()["OPTIM_STEP"] == pytest.approx(2.0), "the newest run weighs an eighth"
     assert times.total([small, command(3, Kind.SAVE_WEIGHTS)]) is None, "no save has run"
+
+
+def test_a_command_waits_from_its_arrival_or_from_the_end_of_the_models_command_before() -> None:
+    waits = ModelWaits()
+    first, second = (replace(command(number), accepted_at=100.0 + number) for number in (1, 2))
+    other = replace(command(1, model="other"), accepted_at=103.0)
+    assert waits.began([first, second, other], 105.0) == {"m": 4.0, "other": 2.0}, "the time of both passes counts once"
+    waits.ended([first, second], 110.0)
+    assert waits.began([replace(command(3), accepted_at=104.0)], 111.0) == {"m": 1.0}
+    assert waits.began([replace(command(4), accepted_at=120.0)], 119.0) == {"m": 0.0}, "clocks may differ"

@@ -165,6 +165,18 @@ def test_an_answer_counts_prompt_cached_and_sampled_tokens() -> None:
     assert (greedy.prompt_tokens, greedy.cached_tokens, greedy.sampled_tokens) == (3, 0, 6)
 
 
+def test_an_answer_counts_sequences_at_their_bound_and_the_surprise_of_tokens_that_were_drawn() -> None:
+    """Greedy tokens are not drawn: their logprobs say nothing of an entropy."""
+    cut, whole = choice([1, 2, 3], finish_reason="length"), choice([1], index=1, finish_reason="stop")
+    for each, logprobs in ((cut, [-1.0, -2.0, -0.5]), (whole, [-0.25])):
+        each["logprobs"] = {"token_logprobs": logprobs}
+    counted = decode_answer(answer(cut, whole), job(num_samples=2))
+    assert (counted.samples, counted.truncated) == (2, 1)
+    assert (counted.surprise, counted.surprise_tokens) == (3.75, 4)
+    greedy = decode_answer(answer(cut), job(distribution=GREEDY))
+    assert (greedy.samples, greedy.truncated, greedy.surprise, greedy.surprise_tokens) == (1, 1, 0.0, 0)
+
+
 @pytest.mark.parametrize(
     ("found", "cached", "again"),
     [
