@@ -5,7 +5,6 @@ Knows the names of versions and where their files are. Loads no version on a rep
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -107,7 +106,8 @@ class SharedDirectory:
                     raise AdapterLost(adapter)
                 return True
 
-            if not await asyncio.to_thread(is_there):
+            # Not on the threads that read the database: a network file system may hang.
+            if not await in_store(is_there):
                 await self._fetch(adapter, directory)
         except AdapterMissing:
             raise

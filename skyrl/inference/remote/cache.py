@@ -147,9 +147,13 @@ class NodeCache:
             return None
         os.utime(stored)  # when it was last used
         scratch = scratch_in(self._own)
-        scratch.mkdir()
-        link_files(stored, scratch)
-        scratch.rename(own)
+        try:
+            scratch.mkdir()
+            link_files(stored, scratch)
+            scratch.rename(own)
+        except OSError:  # a full disk
+            remove(scratch)
+            raise
         return own
 
     def _is_linked(self, name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -464,6 +465,26 @@ async def test_downloads_of_dead_vllms_are_deleted(local_node: Node) -> None:
         os.utime(directory, (0, 0))
     NodeCache(local_node.store, root, 2**30, is_adapter).open()
     assert not any(directory.exists() for directory in left)
+
+
+async def test_a_link_that_fails_leaves_nothing_behind(local_node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    local_node.put(KEY)
+    await local_node.vllm().load(KEY)
+    root = local_node.settings.cache
+    files = NodeCache(local_node.store, root, 2**30, is_adapter)
+    files.open()
+
+    def full(source: Path, target: Path) -> None:
+        (target / "begun").touch()
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    before = sorted(root.rglob("*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "link_files", full)
+        with pytest.raises(OSError, match="no space left"):
+            files.cached(KEY)
+    assert sorted(root.rglob("*")) == before
+    assert (files.cached(KEY) or Path()).is_dir()
 
 
 async def test_the_files_of_an_ended_vllm_wait_for_its_next_start_and_then_go(local_node: Node) -> None:
