@@ -14,6 +14,7 @@ from skyrl.api.metrics import ApiMetrics, ModelMetrics, ReadinessMetrics
 from skyrl.api.notices import NoticeHandler
 from skyrl.api.request_status.finding import StatusFinder
 from skyrl.api.run_health.health import Healths
+from skyrl.api.search_turns import SearchTurns
 from skyrl.api.served import EngineWatch, ReadyReasons, Served, ServedModel, ServerReadiness, Tokenizers
 from skyrl.api.session_life import FullPlace, SessionLife
 from skyrl.api.signed_links import SignedUrls
@@ -144,6 +145,7 @@ class Services:
         self.tokens, self.urls = tokens, urls
         self.access = Access(self.keys, tokens, managed=config.api_keys == "managed")
         self.search, self.checkpoint_search = SessionSearch(database), CheckpointSearch(database)
+        self.search_turns = SearchTurns()
         self.audit = Audit(database, writer)
         self.usage, self.traces = Usage(database), Traces(database)
         self.curves, self.healths = Curves(), Healths()

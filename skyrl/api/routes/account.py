@@ -5,6 +5,7 @@ reads it. Amounts only: this server has no prices."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from datetime import UTC, date, datetime, timedelta
 from datetime import time as clock
@@ -17,6 +18,7 @@ from skyrl.api.call import Call, reply, strings, timestamp
 from skyrl.api.routing import API, Routes
 from skyrl.api.services import Services
 from skyrl.base.wire.errors import RequestError
+from skyrl.storage.db.audit import AuditEvent
 from skyrl.storage.db.keys import SCOPES
 from skyrl.storage.db.usage import GIGABYTE, HOUR_S, UsageKind
 
@@ -88,23 +90,21 @@ def audit_routes(services: Services) -> Routes:
         day = day or datetime.fromtimestamp(time.time(), UTC).date()
         start = datetime.combine(day, clock(), UTC)
         resource = None if event_type == "all" else event_type.removesuffix("s")
-        events = await services.audit.between(tenant, start.timestamp(), start.timestamp() + DAY_S, resource)
-        return reply(
-            {
-                "entries": [
-                    {
-                        "timestamp": timestamp(event.at),
-                        "event": event.event,
-                        "event_details": event.details,
-                        "model_id": event.details.get("model_id"),
-                        "tinker_path": event.details.get("tinker_path"),
-                    }
-                    for event in events
-                ]
-            }
-        )
+        async with services.search_turns.turn(tenant):
+            events = await services.audit.between(tenant, start.timestamp(), start.timestamp() + DAY_S, resource)
+            return await asyncio.to_thread(lambda: reply({"entries": [_entry(event) for event in events]}))
 
     return routes
+
+
+def _entry(event: AuditEvent) -> dict[str, Any]:
+    return {
+        "timestamp": timestamp(event.at),
+        "event": event.event,
+        "event_details": event.details,
+        "model_id": event.details.get("model_id"),
+        "tinker_path": event.details.get("tinker_path"),
+    }
 
 
 MAX_WINDOW = timedelta(days=14)
@@ -154,7 +154,9 @@ def usage_routes(services: Services) -> Routes:
     ) -> Response:
         """Amounts of each full hour, kind, base model and session."""
         tenant = call.tenant
-        amounts, sessions = await services.usage.between(tenant, *_window(starting_on, ending_before))
+        window = _window(starting_on, ending_before)
+        async with services.search_turns.turn(tenant):
+            amounts, sessions = await services.usage.between(tenant, *window)
         data = [
             {
                 "bucket_start": timestamp(usage.bucket),

@@ -14,7 +14,7 @@ from skyrl.api.routing import Routes
 from skyrl.api.services import Services
 from skyrl.base.wire.errors import RequestError
 from skyrl.base.wire.requests import CheckpointSearchCursor, CheckpointSearchRequest, SearchOwner
-from skyrl.storage.db.checkpoint_search import CheckpointQuery, FoundCheckpoint
+from skyrl.storage.db.checkpoint_search import CheckpointQuery, Place
 from skyrl.storage.db.checkpoints import Seen
 
 _URN = user_urn("")
@@ -48,8 +48,8 @@ def _position(cursor: CheckpointSearchCursor | None) -> tuple[int, int] | None:
     return microseconds(cursor.last_created_at, "cursor.last_created_at"), int(row)
 
 
-def _cursor(last: FoundCheckpoint) -> dict[str, str]:
-    return {"last_created_at": moment(last.created_us), "last_checkpoint_uuid": str(last.row)}
+def _cursor(last: Place) -> dict[str, str]:
+    return {"last_created_at": moment(last[0]), "last_checkpoint_uuid": str(last[1])}
 
 
 def checkpoint_search_routes(services: Services) -> Routes:
@@ -72,11 +72,12 @@ def checkpoint_search_routes(services: Services) -> Routes:
             user_metadata=body.user_metadata or {},
             after=_position(body.cursor),
         )
-        found, more = await services.checkpoint_search.page(call.tenant, query, body.limit)
+        async with services.search_turns.turn(call.tenant):
+            found, last = await services.checkpoint_search.page(call.tenant, query, body.limit)
         return reply(
             {
-                "checkpoints": [checkpoint_json(each.checkpoint) for each in found],
-                "next_cursor": _cursor(found[-1]) if more else None,
+                "checkpoints": [checkpoint_json(each) for each in found],
+                "next_cursor": None if last is None else _cursor(last),
             }
         )
 

@@ -219,9 +219,9 @@ def search_routes(services: Services) -> Routes:
         owners = check_owner(body.owner)
         if owners is not None and user_urn(tenant) not in owners:  # a tenant finds no sessions of others
             return reply({"sessions": []})
-        found, more = await services.search.page(tenant, query, body.limit)
-        last = found[-1] if more else None
-        cursor = None if last is None else {"last_created_at": _created_at(last), "last_session_id": last.id}
+        async with services.search_turns.turn(tenant):
+            found, last = await services.search.page(tenant, query, body.limit)
+        cursor = None if last is None else {"last_created_at": moment(last[0]), "last_session_id": last[1]}
         return reply({"sessions": [_summary(session) for session in found], "next_cursor": cursor})
 
     return routes

@@ -17,9 +17,13 @@ from sqlalchemy import ColumnElement, Connection, false, or_, select
 from skyrl.storage.db.checkpoints import NEWEST_FIRST, Checkpoint, Seen, checkpoint_of, checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import models
+from skyrl.storage.db.session_search import MOST_COMPARED
 from skyrl.storage.db.sessions import in_project, sessions
 
 _MICROSECOND = 1e-6
+Place = tuple[int, int]
+"""A checkpoint's place in the order of the search: its creation in microseconds since the epoch, and its row's number.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,32 +37,30 @@ class CheckpointQuery:
     project_ids: tuple[str, ...] | None = None
     base_models: tuple[str, ...] | None = None
     user_metadata: dict[str, str] = field(default_factory=dict)
-    after: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FoundCheckpoint:
-    """A checkpoint with its place in the order of the search, as in `CheckpointQuery.after`."""
-
-    checkpoint: Checkpoint
-    created_us: int
-    row: int
+    after: Place | None = None
 
 
 class CheckpointSearch:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def page(self, tenant: str, query: CheckpointQuery, limit: int) -> tuple[list[FoundCheckpoint], bool]:
-        """Up to `limit` checkpoints, newest first, and whether there are more."""
+    async def page(self, tenant: str, query: CheckpointQuery, limit: int) -> tuple[list[Checkpoint], Place | None]:
+        """Up to `limit` checkpoints, newest first, and after which one the next page begins; None if there are no more.
+        It compares at most MOST_COMPARED checkpoints, as a search of sessions does."""
 
-        def read(connection: Connection) -> tuple[list[FoundCheckpoint], bool]:
-            found: list[FoundCheckpoint] = []
-            for row in _candidates(connection, tenant, query):
-                if len(found) == limit:
-                    return found, True
-                found.append(FoundCheckpoint(checkpoint_of(row), _microseconds(row), row.id))
-            return found, False
+        def read(connection: Connection) -> tuple[list[Checkpoint], Place | None]:
+            rows: list[Any] = []
+            last: Place | None = None
+            for number, row in enumerate(_candidates(connection, tenant, query)):
+                if number == MOST_COMPARED:
+                    return [checkpoint_of(each) for each in rows], last
+                last = _microseconds(row), row.id
+                if not _matches(row, query):
+                    continue
+                if len(rows) == limit:
+                    return [checkpoint_of(each) for each in rows], (_microseconds(rows[-1]), rows[-1].id)
+                rows.append(row)
+            return [checkpoint_of(each) for each in rows], None
 
         return await self._database.read_async(read)
 
@@ -86,7 +88,7 @@ def _candidates(connection: Connection, tenant: str, query: CheckpointQuery) -> 
             for part in query.seen.parts(tenant)
         ]
         for row in merge(*parts, key=lambda row: (row.created_at, row.id), reverse=True):
-            if (query.after is None or (_microseconds(row), row.id) < query.after) and _matches(row, query):
+            if query.after is None or (_microseconds(row), row.id) < query.after:
                 yield row
 
 

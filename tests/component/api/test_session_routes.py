@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
 
 import pytest
 from api_harness import BASE, Api, Serve, session_of
+from engine_harness import until
 from fake_upstream import FakeUpstream, error, never
 from sqlalchemy import insert, select, update
 
 from skyrl.api import timeline as timelines
 from skyrl.api.access import tenant_of_key, user_urn
+from skyrl.api.search_turns import MOST
 from skyrl.base.types.weights import LoraSpec
+from skyrl.storage.db import session_search
 from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.columns import lora_values
 from skyrl.storage.db.database import Database
@@ -284,3 +288,33 @@ async def test_a_timeline_holds_the_newest_requests(api: Api, monkeypatch: pytes
     monkeypatch.setattr(timelines, "MAX_REQUESTS", 2)
     events = (await trace(api, session_of(sampler)))["traceEvents"]
     assert [event["id"] for event in events if event["ph"] == "b"] == request_ids[1:]
+
+
+async def test_a_search_compares_a_bounded_number_of_sessions_and_goes_on_from_there(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_search, "MOST_COMPARED", 2)
+    wanted = (await api.post("create_session", {"display_name": "wanted"})).json()["session_id"]
+    for _ in range(4):
+        await api.post("create_session", {"display_name": "other"})
+    found, cursor, pages = list[str](), None, 0
+    while pages == 0 or cursor is not None:
+        page = (await api.post("sessions/search", {"display_name": "wanted", "cursor": cursor})).json()
+        found += [session["session_id"] for session in page["sessions"]]
+        cursor, pages = page["next_cursor"], pages + 1
+    assert (found, pages) == ([wanted], 3)
+
+
+async def test_searches_take_turns_and_a_tenant_may_have_few_of_them(api: Api) -> None:
+    turns, other = api.services.search_turns, {"X-API-Key": "tml-two"}
+    async with turns.turn("a"), turns.turn("b"):
+        waiting = [asyncio.create_task(api.post("sessions/search", {})) for _ in range(MOST)]
+        theirs = asyncio.create_task(api.post("checkpoints/search", {}, **other))
+        await until(lambda: len(turns._running._waiting) == 2 and turns._asked[tenant_of_key("tml-one")] == MOST)
+        for search in ("sessions/search", "checkpoints/search"):
+            refused = await api.post(search, {})
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert f"{MOST} searches of yours run or wait" in refused.json()["detail"]
+        assert not any(task.done() for task in (*waiting, theirs))
+    assert [answer.status_code for answer in await asyncio.gather(*waiting, theirs)] == [200] * (MOST + 1)
+    assert not turns._asked
