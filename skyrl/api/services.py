@@ -47,7 +47,7 @@ from skyrl.sampling.quota_account import Bounds, QuotaLimits
 from skyrl.sampling.quotas import Quotas
 from skyrl.sampling.servers import CurrentWeightsCheck, EngineEndpoint, FixedEndpoint
 from skyrl.sampling.service import SampleOwnership, SampleService
-from skyrl.storage.checkpoint_store.registry import open_store
+from skyrl.storage.checkpoint_store.registry import open_store, saves_disk
 from skyrl.storage.db.adapter_versions import AdapterUses
 from skyrl.storage.db.agents import AgentSessions, AgentTurns
 from skyrl.storage.db.audit import Audit
@@ -69,6 +69,7 @@ from skyrl.storage.db.usage import Usage, UsageCounter
 from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.futures.store import FutureStore
 from skyrl.storage.notices import Notifier
+from skyrl.storage.shares import DiskShares
 
 
 class Services:
@@ -96,7 +97,14 @@ class Services:
             postgres_conninfo=None if database.is_sqlite else postgres_conninfo(database.url),
         )
         peers, self.engine = self.notifier.peers, self.notifier.engine
-        self.futures = FutureStore(database, writer, process_id, peers, self.recorder)
+        agents = config.agents
+        self.shares = DiskShares(
+            None if database.file is None else database.file.parent,
+            config.min_free_disk_bytes,
+            config.result_retention_s,
+            agents.seconds + agents.retention_s,
+        )
+        self.futures = FutureStore(database, writer, process_id, peers, self.recorder, self.shares)
         self.keys = Keys(database, writer)
         self.counter = UsageCounter(writer)
         names = ByName.of(tuple(one.config for one in runtime.each))
@@ -106,7 +114,9 @@ class Services:
         self.models, self.checkpoints = Models(database, writer), Checkpoints(database, writer)
         self.checkpoint_store = open_store(config, metrics.traffic.count)
         self.copies, self.uploads = Copies(database, writer), Uploads(database, writer)
-        self.quotas = Quotas(database, QuotaLimits.of(config), Bounds.of(config), self.futures.is_pending)
+        self.quotas = Quotas(
+            database, QuotaLimits.of(config), Bounds.of(config), self.futures.is_pending, saves_disk(config)
+        )
         self.picture_files, self.picture_checks = PictureFiles(database), PictureChecks(metrics.images)
         self.adapter_uses = AdapterUses(writer)
         self.admission = Admission(config.max_pending_samples, config.max_pending_sample_bytes, metrics.refusals)
@@ -162,12 +172,12 @@ class Services:
             metrics.agents,
             peers,
             alone=database.is_sqlite,
-            most_bytes=config.agents.bytes,
+            most_bytes=agents.bytes,
             continuity=continuity,
         )
         sampled = [SamplingModel(model.openai, model.watch.limits) for model in built if model.openai is not None]
         planner = Planner(sampled, self.openai_models, self.agent_continuations, grammars=config.openai_grammars)
-        self.agents = TurnRunner(live, self.agent_turns, planner, metrics.agents)
+        self.agents = TurnRunner(live, self.agent_turns, planner, metrics.agents, self.shares)
 
         self.ownership = SampleOwnership(
             ApiProcesses(database, writer, process_id),
@@ -179,8 +189,7 @@ class Services:
             self.futures, self.sampling, self.refresh, self.session_life.changed, live.look_again
         )
         self.clocks = SampleClocks(writer, process_id)
-        agents_s = config.agents.retention_s
-        self.retention = Retention(database, writer, config.result_retention_s, agents_s, continuity)
+        self.retention = Retention(database, writer, config.result_retention_s, agents.retention_s, continuity)
 
     async def refresh(self) -> None:
         """Read the engines' states."""

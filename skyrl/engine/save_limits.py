@@ -14,7 +14,7 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.base.wire.paths import TinkerPath
 from skyrl.sampling.quota_account import QuotaLimits, sampling_sessions_sentence, stored_sentence
-from skyrl.storage.checkpoint_store.registry import local_directory
+from skyrl.storage.checkpoint_store.registry import local_directory, saves_disk
 from skyrl.storage.db import quotas
 from skyrl.storage.db.database import Connection, Database
 
@@ -25,6 +25,7 @@ class SaveLimits:
     def __init__(self, config: ServerConfig, database: Database) -> None:
         self._config = config
         self._database = database
+        self._disk = saves_disk(config)
 
     def check_disk(self) -> None:
         """Refuse when a disk that saves are written to has less than `min_free_disk_bytes` free."""
@@ -40,18 +41,19 @@ class SaveLimits:
                 )
 
     def check_stored(self, tenant: str, besides: TinkerPath | None = None) -> None:
-        """Refuse when the tenant's stored bytes have reached its quota. The checkpoint at `besides`, which the save
-        would replace, does not count."""
+        """Refuse when the tenant's stored bytes have reached its quota, or its share of the disk. The checkpoint at
+        `besides`, which the save would replace, does not count."""
 
-        def read(connection: Connection) -> tuple[int, int | None]:
+        def read(connection: Connection) -> str | None:
             limits = QuotaLimits.of(self._config).with_exceptions(quotas.exceptions_of(connection, tenant))
-            if limits.stored_bytes is None:
-                return 0, None
-            return quotas.stored_bytes(connection, tenant, besides=besides), limits.stored_bytes
+            if (limit := limits.stored_bytes) is not None:
+                stored = quotas.stored_bytes(connection, tenant, besides=besides)
+                if stored >= limit:
+                    return stored_sentence(stored, limit)
+            return quotas.over_disk_share(connection, tenant, self._disk, besides)
 
-        stored, limit = self._database.read(read)
-        if limit is not None and stored >= limit:
-            raise FailedRequest(f"over quota: {stored_sentence(stored, limit)}")
+        if (sentence := self._database.read(read)) is not None:
+            raise FailedRequest(f"over quota: {sentence}")
 
     def check_sampling_sessions(self, tenant: str) -> None:
         """Refuse an unnamed save, which opens a sampling session, when those of the tenant's active sessions have

@@ -30,10 +30,7 @@ from skyrl.sampling.quota_account import Ticket
 from skyrl.sampling.quotas import Quotas
 from skyrl.storage.db.run_steps import Tenanted
 from skyrl.storage.db.usage import RunSamples, UsageKey, sample_amounts
-
-SHARE = 8
-"""A tenant may hold up to SHARE times the capacity that is still free. One tenant alone gets 8/9 of the whole, two
-tenants get 8/17 each. So there is always room for a tenant that holds little."""
+from skyrl.storage.shares import is_over
 
 
 @dataclass(slots=True)
@@ -60,8 +57,8 @@ class Admission:
             raise self._refusal(full, f"{self.requests} samples ({self.bytes} bytes) are waiting")
         held = self._tenants.get(tenant)
         if held is not None:
-            full = held.requests >= SHARE * (self._max_requests - self.requests)
-            if full or held.bytes >= SHARE * (self._max_bytes - self.bytes):
+            full = is_over(held.requests, self._max_requests - self.requests)
+            if full or is_over(held.bytes, self._max_bytes - self.bytes):
                 waiting = f"{held.requests} samples ({held.bytes} bytes) of yours are waiting, which is your share"
                 raise self._refusal(full, waiting)
         self.add(tenant, size)

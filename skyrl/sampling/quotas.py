@@ -25,6 +25,7 @@ from skyrl.sampling.quota_account import (
 )
 from skyrl.storage.db import quotas as rows
 from skyrl.storage.db.database import Connection, Database
+from skyrl.storage.shares import SavesDisk
 
 Check = Callable[[Connection], None]
 """Raises OverQuota if the tenant may not add an object. Runs in the transaction that adds the object."""
@@ -40,7 +41,7 @@ class Charge:
 
 class Quotas:
     """`in_use` is false while no tenant has a quota; then samples are not counted. `is_pending` returns whether a
-    request in this process has not ended."""
+    request in this process has not ended. `saves`: the disk of the checkpoints, if there is one."""
 
     def __init__(
         self,
@@ -48,9 +49,11 @@ class Quotas:
         defaults: QuotaLimits,
         bounds: Bounds,
         is_pending: Callable[[str], bool],
+        saves: SavesDisk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._database = database
+        self._saves = saves
         self._defaults = defaults
         self._is_pending = is_pending
         self._clock = clock
@@ -181,14 +184,16 @@ class Quotas:
         return lambda c: _check_bound("sampling sessions", rows.living_samplers(c, tenant), bound, *objects)
 
     def stored_bytes(self, tenant: str, size: int) -> Check | None:
-        """The check before checkpoints of `size` bytes are added; None if the tenant has no quota of bytes."""
+        """The check before checkpoints of `size` bytes are added; None if nothing bounds the tenant's bytes."""
         limit = self.of(tenant).stored_bytes if self.in_use else None
-        if limit is None:
+        if limit is None and self._saves is None:
             return None
 
         def check(connection: Connection) -> None:
-            if (stored := rows.stored_bytes(connection, tenant)) + size > limit:
+            if limit is not None and (stored := rows.stored_bytes(connection, tenant)) + size > limit:
                 raise OverQuota("stored_bytes", stored_sentence(stored, limit))
+            if (sentence := rows.over_disk_share(connection, tenant, self._saves)) is not None:
+                raise OverQuota("stored_bytes", sentence)
 
         return check
 

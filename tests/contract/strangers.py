@@ -84,6 +84,7 @@ TRIED: dict[tuple[str, str], list[Try]] = {
             ("GET", "/trajectory", {}),
             ("POST", "/reward", {"reward": 0.5}),
             ("POST", "/end", {}),
+            ("DELETE", "", {}),
         )
     },
     ("POST", "/api/v1/session_heartbeat"): [Try({"session_id": "{session_id}"})],

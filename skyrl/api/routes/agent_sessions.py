@@ -1,4 +1,4 @@
-"""Agent sessions for their tenant: make them, look at them, end them, reward them, and read their trajectories."""
+"""Agent sessions for their tenant: make them, look at them, end, reward and delete them, and read their turns."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from skyrl.chat.agents.rendering.loaded_models import Habits
 from skyrl.chat.openai.errors import OpenAIError
 from skyrl.chat.openai.fields import ChatFields
 from skyrl.storage.db.agents import Counts, SessionState
+from skyrl.storage.shares import ROW_BYTES
 
 ROUTE = f"{API}/agent_sessions"
 MAX_PAGE, MAX_ROWS = 200, 64
@@ -67,6 +68,7 @@ def agent_session_routes(services: Services) -> Routes:
     async def create(call: Call, body: CreateAgentSession) -> Response:
         """A session, and the key with which an agent asks for its turns."""
         _check(body)
+        services.shares.check(call.tenant)
         try:
             target = await services.openai_models.newest(body.model, call.tenant)
         except OpenAIError as error:  # whose message does not begin with the field
@@ -93,6 +95,7 @@ def agent_session_routes(services: Services) -> Routes:
         )
         if not await sessions.create(session, bounds.sessions):
             raise RequestError(f"there are {bounds.sessions} open agent sessions; end some of them", status=429)
+        services.shares.keep_agents(call.tenant, len(call.body) + ROW_BYTES)
         key = services.tokens.agent_keys.issue(session.id, session.tenant)
         origin = services.config.public_url or str(call.request.base_url)
         created = {"session_id": session.id, "key": key, "base_url": origin.rstrip("/")}
@@ -120,6 +123,14 @@ def agent_session_routes(services: Services) -> Routes:
         """A session that has ended already stays as it is."""
         await find(call, session_id)
         await services.agents.live.end(session_id, "called")
+        return reply({})
+
+    @routes.delete("/{session_id}", scope="sample")
+    async def delete(call: Call, session_id: str) -> Response:
+        """End a session, and forget it with its turns: nobody finds it any more."""
+        await find(call, session_id)
+        await services.agents.live.end(session_id, "called")
+        await sessions.delete(session_id)
         return reply({})
 
     @routes.post("/{session_id}/reward", scope="sample", body=Reward)

@@ -26,6 +26,7 @@ from skyrl.base.wire.requests import (
 )
 from skyrl.storage.db.session_search import FoundSession, SessionQuery, Status
 from skyrl.storage.db.sessions import DEFAULT_PROJECT
+from skyrl.storage.shares import ROW_BYTES
 
 MAX_NAME = 1_000
 
@@ -42,6 +43,7 @@ def session_routes(services: Services) -> Routes:
     @routes.post("/create_session", scope="any", body=CreateSessionRequest)
     async def create_session(call: Call, body: CreateSessionRequest) -> Response:
         tenant = call.tenant
+        services.shares.check(tenant)
         check_length("project_id", body.project_id)
         check_length("display_name", body.display_name)
         session = await services.sessions.create(
@@ -53,6 +55,7 @@ def session_routes(services: Services) -> Routes:
             display_name=body.display_name,
             check=services.quotas.sessions(tenant),
         )
+        services.shares.keep_session(tenant, len(call.body) + ROW_BYTES)
         warning = services.served.session_warning()
         notice = {} if warning is None else {"warning_message": warning}
         return reply({"type": "create_session", "session_id": session.id} | notice)

@@ -32,6 +32,7 @@ from skyrl.runtime.processes.logs import about_request
 from skyrl.runtime.tracing import Attribute, OpenSpan, RequestTrace, current_trace
 from skyrl.sampling.completion import MalformedAnswer
 from skyrl.storage.db.agents import AgentTurns
+from skyrl.storage.shares import DiskShares
 
 
 class TurnSpan:
@@ -137,8 +138,11 @@ logger = logging.getLogger(__name__)
 
 
 class TurnRunner:
-    def __init__(self, live: LiveSessions, stored: AgentTurns, planner: Planner, metrics: AgentMetrics) -> None:
+    def __init__(
+        self, live: LiveSessions, stored: AgentTurns, planner: Planner, metrics: AgentMetrics, shares: DiskShares
+    ) -> None:
         self.live = live
+        self._shares = shares
         self._stored = stored
         self._planner = planner
         self._metrics = metrics
@@ -180,6 +184,7 @@ class TurnRunner:
             self._metrics.repeated(request.dialect)
             return repeated(answered, int(fields.get("n") or 1))
         live.check_open()
+        self._shares.check(request.tenant)
         if request.retried and not self.live.alone:
             # Another process may be at this turn. Nothing is shown before it is known whose answer is stored.
             fields = fields | {"stream": False}
@@ -257,8 +262,10 @@ class TurnRunner:
                 if turn.streams:
                     raise OpenAIError("another process has answered this request; send it again", status=503)
                 body = None
+            before = live.tree.nbytes
             for each in stored:
                 live.tree.add(each, live.session.keep_thinking)
+            self._shares.keep_agents(live.session.tenant, live.tree.nbytes - before)  # a row takes about as much
             self._metrics.answered(turns, own_s)
             turn.push(held)
             turn.end(stored, body)

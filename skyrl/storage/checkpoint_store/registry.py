@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.storage.checkpoint_store.base import CheckpointStore, CountBytes, StoreError, not_counted
 from skyrl.storage.checkpoint_store.local import LocalStore
+from skyrl.storage.shares import SavesDisk
 
 
 def local_directory(config: ServerConfig) -> Path | None:
@@ -20,6 +21,12 @@ def local_directory(config: ServerConfig) -> Path | None:
     if url is None:
         return config.checkpoints_dir
     return _path_of(url) if url.startswith("file:") else None
+
+
+def saves_disk(config: ServerConfig) -> SavesDisk | None:
+    """The disk of the store; None for an object store."""
+    directory = local_directory(config)
+    return None if directory is None else SavesDisk(directory, config.min_free_disk_bytes)
 
 
 def open_store(config: ServerConfig, count: CountBytes = not_counted) -> CheckpointStore:

@@ -1,7 +1,7 @@
 """Agent sessions and their turns.
 
-A session is created, found, listed, ended, rewarded, and deleted some time after its end. A turn is written once, when
-its answer is complete, and never changed.
+A session is created, found, listed, ended, rewarded, and deleted by its tenant or some time after its end. A turn is
+written once, when its answer is complete, and never changed.
 """
 
 from __future__ import annotations
@@ -185,6 +185,9 @@ def _given(value: T | bytes) -> T:
 SessionState = Literal["open", "ended"]
 FORGET_SESSIONS, FORGET_TURNS, FORGET_BYTES = 20, 250, 4 * 2**20
 """The most rows, and bytes of turns, that one step of `forget` deletes."""
+DELETED = 0.0
+"""The end of a session that its tenant has deleted. Like every session whose time is over it is found no more, and the
+sweep deletes it first."""
 USES_LATE_S = 120.0
 """How old `used_at` may be beyond the last use: each process writes it about once a minute."""
 _OPTIONS = ("sampling", "metadata", "keep_thinking", "routed_experts")
@@ -219,7 +222,8 @@ class AgentSessions:
         return await self._writer.transact(add)
 
     async def find(self, session_id: str) -> AgentSession | None:
-        query = select(sessions).where(sessions.c.id == session_id)
+        """None for one that its tenant has deleted."""
+        query = select(sessions).where(sessions.c.id == session_id, sessions.c.ended_at.is_distinct_from(DELETED))
         row = await self._database.read_async(lambda c: c.execute(query).first())
         return None if row is None else _session(row)
 
@@ -255,6 +259,12 @@ class AgentSessions:
         open_one = and_(sessions.c.id == session_id, sessions.c.ended_at.is_(None))
         statement = update(sessions).where(open_one).values(ended_at=now, end_reason=reason)
         return await self._writer.transact(lambda c: c.execute(statement).rowcount > 0)
+
+    async def delete(self, session_id: str) -> None:
+        """Let the next sweep delete a session that has ended, with its turns (`forget`)."""
+        ended = and_(sessions.c.id == session_id, sessions.c.ended_at.is_not(None))
+        statement = update(sessions).where(ended).values(ended_at=DELETED)
+        await self._writer.transact(lambda c: c.execute(statement).rowcount)
 
     async def end_over(self, now: float, limit: int = MAX_NAMED, *, idle_since: float = 0.0) -> Counter[EndReason]:
         """End at most `limit` open sessions whose time is over or that were idle for too long. Returns how many, by
@@ -338,7 +348,7 @@ def pinned() -> Select[WeightsRef]:
 def _shown(tenant: str, state: SessionState | None) -> Any:
     ended = sessions.c.ended_at.is_not(None)
     wanted = or_(ended, ~ended) if state is None else ended if state == "ended" else ~ended
-    return and_(sessions.c.tenant == tenant, wanted)
+    return and_(sessions.c.tenant == tenant, wanted, sessions.c.ended_at.is_distinct_from(DELETED))
 
 
 def _counts(connection: Connection, session_ids: list[str]) -> dict[str, Counts]:

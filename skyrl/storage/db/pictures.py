@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 from cachetools import LRUCache
-from sqlalchemy import Connection, and_, bindparam, delete, exists, func, or_, select, text
+from sqlalchemy import Connection, and_, bindparam, case, delete, exists, func, or_, select, text
 
 from skyrl.base.pictures.picture import PictureFormat, Pictures
 from skyrl.base.pictures.places import KnownPicture
@@ -22,6 +22,7 @@ from skyrl.storage.db.database import Database, in_groups
 from skyrl.storage.db.futures import futures
 from skyrl.storage.db.models import LIVING
 from skyrl.storage.db.tables import ModelRow, PictureRow, PictureUseRow
+from skyrl.storage.shares import is_over
 
 pictures = PictureRow.__table__  # type: ignore[attr-defined]
 uses = PictureUseRow.__table__  # type: ignore[attr-defined]
@@ -91,7 +92,7 @@ def keep(
 ) -> list[str]:
     """Note that a request refers to these pictures, and store those that are `new`. The request must be recorded within
     RECORD_S. Returns those that are neither new nor stored any more. Raises RequestError (429) if all pictures together
-    would have more than `most_bytes`."""
+    would have more than `most_bytes`, or if the tenant has its share of them."""
     now = time.time()
     rows = [
         {"tenant": tenant, "digest": digest, "request_id": request_id, "now": now}
@@ -102,7 +103,7 @@ def keep(
         connection.execute(_USE, row)
         if not connection.execute(_TOUCH, row).rowcount and row["digest"] not in new:
             lost.append(row["digest"])
-    _make_room(connection, sum(len(file.data) for file in new.values()), most_bytes, now)
+    _make_room(connection, tenant, sum(len(file.data) for file in new.values()), most_bytes, now)
     for row in rows:
         if (file := new.get(row["digest"])) is not None:
             known = msgspec.structs.asdict(file.known)
@@ -120,16 +121,23 @@ def forget(connection: Connection, now: float) -> int:
     return len(rows) or _delete_unused(connection, now - KEEP_S, FORGET_PICTURES)
 
 
-def _make_room(connection: Connection, more: int, most_bytes: int, now: float) -> None:
-    stored = select(func.coalesce(func.sum(pictures.c.size_bytes), 0))
-    while more and connection.execute(stored).scalar_one() + more > most_bytes:
-        if not forget(connection, now) and not _delete_unused(connection, now - RECORD_S, FORGET_PICTURES):
-            raise RequestError(
-                f"the images of unfinished requests have all of the {most_bytes} bytes that this server keeps for "
-                "them; send the request again later",
-                status=429,
-                retry_after_s=RETRY_S,
-            )
+def _make_room(connection: Connection, tenant: str, more: int, most_bytes: int, now: float) -> None:
+    of_tenant = case((pictures.c.tenant == tenant, pictures.c.size_bytes), else_=0)
+    sums = select(*(func.coalesce(func.sum(each), 0) for each in (pictures.c.size_bytes, of_tenant)))
+    while more:
+        stored, own = connection.execute(sums).one()
+        is_full = stored + more > most_bytes
+        if not is_full and not (own and is_over(own, most_bytes - stored)):
+            return
+        if forget(connection, now) or _delete_unused(connection, now - RECORD_S, FORGET_PICTURES):
+            continue
+        have = "have all" if is_full else f"of yours have {own} bytes, which is your share,"
+        raise RequestError(
+            f"the images of unfinished requests {have} of the {most_bytes} bytes that this "
+            "server keeps for them (max_stored_image_bytes); send the request again later",
+            status=429,
+            retry_after_s=RETRY_S,
+        )
 
 
 def _ended_uses(now: float) -> Any:

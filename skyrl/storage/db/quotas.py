@@ -20,6 +20,7 @@ from skyrl.storage.db.samplers import samplers
 from skyrl.storage.db.scopes import in_scope
 from skyrl.storage.db.sessions import active_sessions_of, sessions
 from skyrl.storage.db.tables import FutureRow, QuotaRow, UploadRow
+from skyrl.storage.shares import SavesDisk, is_over_on_disk
 
 quotas = QuotaRow.__table__  # type: ignore[attr-defined]
 futures = FutureRow.__table__  # type: ignore[attr-defined]
@@ -93,6 +94,21 @@ def stored_bytes(connection: Connection, tenant: str, besides: TinkerPath | None
     saved = int(connection.execute(query).scalar() or 0)
     arriving = select(func.sum(uploads.c.most_bytes)).where(uploads.c.tenant == tenant, _unfinished(time.time()))
     return saved + unsaved_bytes(connection, tenant).get(tenant, 0) + int(connection.execute(arriving).scalar() or 0)
+
+
+def over_disk_share(
+    connection: Connection, tenant: str, disk: SavesDisk | None, besides: TinkerPath | None = None
+) -> str | None:
+    """A sentence if the tenant's stored bytes are its share of the disk of the checkpoints, else None. Sums them only
+    if the disk is so full that they may be. `disk` and `besides` are as in `saves_disk` and `stored_bytes`."""
+    free = None if disk is None else disk.tight()
+    if free is None or not is_over_on_disk(stored := stored_bytes(connection, tenant, besides), free):
+        return None
+    return (
+        f"this API key's tenant has {stored} bytes of checkpoints and of weights saved for sampling, which is its "
+        f"share of the server's disk while {max(0, int(free))} bytes are free for saves (min_free_disk_bytes): delete "
+        "checkpoints or give them a time to live, or finish sessions that are done"
+    )
 
 
 def _unfinished(now: float) -> ColumnElement[bool]:

@@ -203,7 +203,7 @@ class PictureRow(SQLModel, table=True):
     __tablename__ = "pictures"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
         PrimaryKeyConstraint("tenant", "digest"),
-        Index("ix_pictures_last_used_at", "last_used_at", "size_bytes"),
+        Index("ix_pictures_last_used_at", "last_used_at", "size_bytes", "tenant"),
     )
     tenant: str
     digest: str

@@ -9,9 +9,10 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from skyrl.base.types.requests import RequestKey
+from skyrl.base.types.requests import Kind, RequestKey
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.futures.completion_feed import Target, clone_of
+from skyrl.storage.shares import ROW_BYTES, DiskShares
 
 KEPT_OUTCOMES = 20_000
 KEPT_BYTES = 64 * 2**20
@@ -23,7 +24,8 @@ class Entry:
     """A request in memory.
 
     While `recording`, its row is being written. Repeats that arrive meanwhile wait for `recorded`. While `settling`,
-    its outcome is being stored; `outcome` is set after that. `sampler` is as in `NewRequest`.
+    its outcome is being stored; `outcome` is set after that. `sampler` is as in `NewRequest`. `size`: the bytes that
+    the request holds of its tenant's share (`DiskShares`); 0 if this process does not count it.
     """
 
     __slots__ = (
@@ -37,6 +39,7 @@ class Entry:
         "sampler",
         "session_id",
         "settling",
+        "size",
         "tenant",
         "waiters",
     )
@@ -59,6 +62,7 @@ class Entry:
         self.key = key
         self.sampler = sampler
         self.outcome: Outcome | None = None
+        self.size = 0
         self.settling = False
         self.recording = False
         self.recorded: asyncio.Future[None] | None = None
@@ -99,7 +103,8 @@ class Entries:
     """Entries by id and by key. `owned_elsewhere` has the ids of the pending requests that another process settles: the
     engine, or another API process that forwards the sample. This process settles all other requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares: DiskShares) -> None:
+        self._shares = shares
         self.by_id: dict[str, Entry] = {}
         self.by_key: dict[RequestKey, Entry] = {}
         self.owned_elsewhere: set[str] = set()
@@ -120,7 +125,23 @@ class Entries:
         else:
             self.owned_elsewhere.discard(entry.id)
 
+    def hold(self, entry: Entry, size: int) -> None:
+        """Count the bytes of a request that is recorded now."""
+        entry.size = size
+        self._shares.hold(entry.tenant, size)
+
+    def _end(self, entry: Entry, kept: int) -> None:
+        if entry.size:
+            self._shares.ended(entry.tenant, entry.size, kept)
+            entry.size = 0
+
+    def drop_unrecorded(self, entry: Entry) -> None:
+        """Forget a request that has no row, or the row of an earlier request."""
+        self._end(entry, 0)
+        self.drop(entry)
+
     def drop(self, entry: Entry) -> None:
+        self._end(entry, entry.size)
         self._settled_bytes -= self._settled.pop(entry.id, 0)
         self.by_id.pop(entry.id, None)
         self.owned_elsewhere.discard(entry.id)
@@ -153,6 +174,8 @@ class Entries:
     def set_outcome(self, entry: Entry, outcome: Outcome) -> None:
         """Wake those who wait for this stored outcome, and keep it in memory, within the bounds, until it is read."""
         entry.outcome = outcome
+        # The body of a forwarded sample is deleted when its result is stored, that of a command later.
+        self._end(entry, len(outcome.result) + (ROW_BYTES if entry.kind == Kind.EXTERNAL else entry.size))
         self.owned_elsewhere.discard(entry.id)
         entry.wake()
         if entry.id not in self.by_id:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
-from skyrl.base.types.requests import Kind, NewRequest, RequestKey, check_repeat, new_request_id
+from skyrl.base.types.requests import PASSES, SAMPLES, Kind, NewRequest, RequestKey, check_repeat, new_request_id
 from skyrl.base.wire.errors import ErrorCategory
 from skyrl.runtime.processes.backoff import Backoff
 from skyrl.runtime.processes.logs import LimitedLog, plain
@@ -28,11 +28,15 @@ from skyrl.storage.db.writer import GroupCommitWriter
 from skyrl.storage.futures.completion_feed import CompletionFeed
 from skyrl.storage.futures.entries import Entries, Entry
 from skyrl.storage.notices import PeerNotifier
+from skyrl.storage.shares import ROW_BYTES, DiskShares
 
 logger = logging.getLogger(__name__)
 
 LARGE_BODY_BYTES = 256 * 2**10
 """Larger bodies are hashed on a thread, and written in a transaction of their own instead of the group commit."""
+BOUNDED = PASSES | SAMPLES
+"""The kinds with bodies and results of any size. Others have a few bytes, and a model's later commands wait for them.
+"""
 FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 5.0
 """The pauses between tries to store an outcome."""
@@ -45,7 +49,7 @@ class FutureStore:
     """All requests of one API process. `owner` is the name of the process: it owns the samples that it forwards.
     `peers` tells the other API processes of the database which requests have ended here. `recorder` writes the rows of
     new forwarded samples, which nobody reads in the order of their commits; `writer` writes all else, and does without
-    `recorder`.
+    `recorder`. `shares` bounds what each tenant's samples and passes put into the database.
 
     `record`, `wait` and `settle` are one coroutine each: every sample passes through them, and a coroutine around a
     coroutine would cost it time."""
@@ -57,13 +61,15 @@ class FutureStore:
         owner: str | None = None,
         peers: PeerNotifier | None = None,
         recorder: GroupCommitWriter | None = None,
+        shares: DiskShares | None = None,
     ) -> None:
         self._database = database
         self._writer = writer
         self._owner = owner
         self._peers = peers = peers or PeerNotifier()
         self._recorder = recorder or writer
-        self._entries = Entries()
+        self._shares = shares or DiskShares()
+        self._entries = Entries(self._shares)
         self._large_writes = asyncio.Lock()
         self._failures = LimitedLog(logger)
         self._closing = False
@@ -77,7 +83,8 @@ class FutureStore:
         first request, which was started before. `first` runs in the transaction that stores the request's row, before
         the row is written: both changes are stored, or neither.
 
-        Raises RequestError when the key was used before with another body, and what `first` raises.
+        Raises RequestError when the key was used before with another body, or when the tenant has its share of the
+        disk, and what `first` raises.
         """
         trace = current_trace.get()
         return self._record(request, first) if trace is None else self._traced(request, first, trace)
@@ -98,6 +105,8 @@ class FutureStore:
             if known.recorded is None:
                 known.recorded = asyncio.get_running_loop().create_future()
             await asyncio.shield(known.recorded)  # then look again: the first request may not have been recorded
+        if request.kind in BOUNDED:
+            self._shares.check(request.tenant)
         entry = Entry(
             request.id or new_request_id(),
             request.kind,
@@ -107,12 +116,13 @@ class FutureStore:
             key,
             request.sampler,
         )
+        self._entries.hold(entry, len(request.body) + ROW_BYTES)
         entry.recording = True
         self._entries.add(entry, owned_elsewhere=request.kind != Kind.EXTERNAL)
         try:
             await self._insert(entry, request, first, large=large)
         except BaseException as error:
-            self._entries.drop(entry)
+            self._entries.drop_unrecorded(entry)
             if not isinstance(error, ConstraintError) or key is None:
                 raise
             stored = await self._find(key)

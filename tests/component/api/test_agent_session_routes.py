@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from agent_world import Server, user
+from agent_world import CHAT, TENANT, Server, user
 from api_harness import BASE, LONG_S, Api, Serve
 from one_turn import turn
-from sqlalchemy import insert, update
+from sqlalchemy import insert, select, update
 
 from skyrl.api.access import tenant_of_key
 from skyrl.base.types.agents import VersionSpan
@@ -355,3 +355,29 @@ async def test_a_session_without_turns_has_no_rows(api: Api) -> None:
 async def test_a_trajectory_that_cannot_be_is_refused_with_the_field(api: Api, query: str, field: str) -> None:
     answer: httpx.Response = await api.http.get(f"/api/v1/agent_sessions/{await create(api)}/trajectory?{query}")
     assert (answer.status_code, answer.json()["field"]) == (400, field)
+
+
+async def test_a_deleted_session_is_found_no_more_and_the_sweep_deletes_it(api: Api, database: Database) -> None:
+    kept, deleted = await create(api), await create(api)
+    for session in (kept, deleted):
+        await add(api, session, f"turn-{session}")
+    answer = await api.http.delete(f"/api/v1/agent_sessions/{deleted}")
+    assert (answer.status_code, answer.json()) == (200, {})
+    for path in ("", "/turns", "/trajectory"):
+        await get(api, f"/{deleted}{path}", 404)
+    assert (await api.http.delete(f"/api/v1/agent_sessions/{deleted}")).status_code == 404
+    for state in ("", "?state=ended"):
+        assert deleted not in [one["session_id"] for one in (await get(api, state))["sessions"]]
+    assert (await get(api, ""))["total"] == 1
+    while database.write(lambda c: agents.forget(c, time.time() - 3600)):
+        pass
+    rows = (agents.sessions.c.id, agents.turns.c.session_id)
+    assert [database.read(lambda c, r=row: list(c.execute(select(r)).scalars())) for row in rows] == [[kept], [kept]]
+
+
+async def test_deleting_an_open_session_ends_it_for_its_agent(server: Server) -> None:
+    agent = await server.agent()
+    await agent.say([user("Hi")])
+    await server.http.delete(f"/api/v1/agent_sessions/{agent.id}", headers=TENANT)
+    answer = await agent.ask(CHAT, messages=[user("Hi again")])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "agent_session_ended")

@@ -22,6 +22,7 @@ from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.engine import save_limits
 from skyrl.engine.sweeping import GRACE_S
+from skyrl.storage import shares
 from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.db import adapter_versions, quotas
 from skyrl.storage.db import futures as rows
@@ -260,6 +261,26 @@ async def test_saves_are_refused_before_the_disk_is_full(harness: Harness, monke
     assert not harness.config.adapters_dir.exists()
     assert shutil.disk_usage(harness.config.state_dir).free >= bound, "this test needs free disk space"
     await save(trainer, 0)
+
+
+async def test_saves_leave_room_for_those_of_other_tenants(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = await Trainer.create(harness)
+    await save(trainer, 0)
+    size = harness.database.read(lambda c: quotas.stored_bytes(c, "tenant"))
+    free = harness.config.min_free_disk_bytes + size // shares.SHARE
+    monkeypatch.setattr(shares, "LEAST_BYTES", 1)
+    with monkeypatch.context() as patch:
+        usage = namedtuple("usage", "total used free")
+        patch.setattr(shutil, "disk_usage", lambda _: usage(2**60, 2**60 - free, free))
+        for kind, body in (
+            (Kind.SAVE_WEIGHTS_FOR_SAMPLER, {"sampling_session_seq_id": 1}),
+            (Kind.SAVE_WEIGHTS, {"path": "a"}),
+        ):
+            refused = await trainer.fails(kind, **body)
+            assert refused.error_category == "user"
+            sentence = f"has {size} bytes of checkpoints and of weights saved for sampling, which is its share of the"
+            assert sentence in (refused.error or "")
+    await save(trainer, 1)
 
 
 async def test_only_saves_for_sampling_are_stored_in_bfloat16(tmp_path: Path) -> None:

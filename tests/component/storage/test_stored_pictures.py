@@ -87,6 +87,17 @@ def test_many_requests_with_one_picture_store_one_file(database: Database) -> No
     assert known == {digest_of(b"x" * 100): KnownPicture("png", 3, 4)}
 
 
+def test_a_tenant_leaves_room_for_the_pictures_of_others(database: Database) -> None:
+    for number in range(8):
+        keep(database, f"r{number}", bytes([number]) * 112)
+        record(database, f"r{number}")
+    with pytest.raises(RequestError, match="of yours have 896 bytes, which is your share,") as refused:
+        keep(database, "r8", b"x" * 50)
+    assert "(max_stored_image_bytes)" in refused.value.message
+    keep(database, "r9", b"y" * 100, tenant="b")
+    assert stored(database, b"y" * 100, tenant="b") == [b"y" * 100]
+
+
 def test_a_tenant_does_not_see_the_pictures_of_another(database: Database) -> None:
     keep(database, "r", b"x", tenant="a")
     assert stored(database, b"x", tenant="a") == [b"x"]

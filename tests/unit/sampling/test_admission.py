@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl.base.wire.errors import RequestError
-from skyrl.sampling.gate import SHARE, Admission
+from skyrl.sampling.gate import Admission
+from skyrl.storage.shares import SHARE
 
 
 def fill(admission: Admission, tenant: str, size: int = 1, most: int = 100_000) -> int:
