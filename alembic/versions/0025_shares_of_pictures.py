@@ -1,15 +1,15 @@
 """the tenant in the index by which pictures are summed: each tenant has a share of them
 
-Revision: 0026
-Revises: 0023
+Revision: 0025
+Revises: 0024
 """
 
 from __future__ import annotations
 
 from alembic import op
 
-revision = "0026"
-down_revision = "0023"
+revision = "0025"
+down_revision = "0024"
 branch_labels = None
 depends_on = None
 

@@ -1,7 +1,7 @@
 """what a run's health is read from: its samples, its rewards and where the time of a step goes
 
-Revision: 0027
-Revises: 0023
+Revision: 0026
+Revises: 0025
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sqlalchemy as sa
 
 from alembic import op
 
-revision = "0027"
-down_revision = "0023"
+revision = "0026"
+down_revision = "0025"
 branch_labels = None
 depends_on = None
 

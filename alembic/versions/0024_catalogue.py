@@ -1,6 +1,6 @@
 """indexes in the order of lists, of published checkpoints, and of keys in the checkpoint store
 
-Revision: 0025
+Revision: 0024
 Revises: 0023
 """
 
@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from alembic import op
 
-revision = "0025"
+revision = "0024"
 down_revision = "0023"
 branch_labels = None
 depends_on = None
