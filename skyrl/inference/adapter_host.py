@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from skyrl.base.types.weights import AdapterVersion
+from skyrl.inference.remote.cache import Daemons
 from skyrl.inference.remote.references import reference_to
 from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError, in_store
 from skyrl.storage.checkpoint_store.directories import fetch
@@ -21,6 +22,7 @@ from skyrl.storage.checkpoint_store.versions import version_directory, version_k
 
 logger = logging.getLogger(__name__)
 
+LOOKS_AT_ONCE = 4
 FOUND_S, MAX_FOUND = 60.0, 10_000
 """How long, and for how many versions, a process does not ask the store again whether it has a version."""
 StoreKey = Callable[[AdapterVersion], Awaitable[str | None]]
@@ -88,6 +90,8 @@ class SharedDirectory:
         self._state_dir = state_dir
         self._store = store
         self._store_key = store_key
+        self._looks = Daemons(LOOKS_AT_ONCE)
+        """A network file system may hang. Then neither reads of the database nor the end of the process wait."""
 
     async def bring(self, adapter: AdapterVersion) -> str:
         """As `AdapterHost.bring`.
@@ -106,8 +110,7 @@ class SharedDirectory:
                     raise AdapterLost(adapter)
                 return True
 
-            # Not on the threads that read the database: a network file system may hang.
-            if not await in_store(is_there):
+            if not await self._looks.run(is_there):
                 await self._fetch(adapter, directory)
         except AdapterMissing:
             raise

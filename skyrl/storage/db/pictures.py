@@ -123,7 +123,7 @@ def forget(connection: Connection, now: float) -> int:
 
 def _make_room(connection: Connection, tenant: str, more: int, most_bytes: int, now: float) -> None:
     of_tenant = case((pictures.c.tenant == tenant, pictures.c.size_bytes), else_=0)
-    sums = select(*(func.coalesce(func.sum(each), 0) for each in (pictures.c.size_bytes, of_tenant)))
+    sums = select(func.coalesce(func.sum(pictures.c.size_bytes), 0), func.coalesce(func.sum(of_tenant), 0))
     while more:
         stored, own = connection.execute(sums).one()
         is_full = stored + more > most_bytes

@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 LARGE_BODY_BYTES = 256 * 2**10
 """Larger bodies are hashed on a thread, and written in a transaction of their own instead of the group commit."""
-BOUNDED = PASSES | SAMPLES
-"""The kinds with bodies and results of any size. Others have a few bytes, and a model's later commands wait for them.
-"""
+BOUNDED = PASSES | SAMPLES | {Kind.CREATE_MODEL}
+"""The kinds with bodies and results of any size, or with a row that stays. Others have a few bytes, and a model's later
+commands wait for them."""
 FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 5.0
 """The pauses between tries to store an outcome."""

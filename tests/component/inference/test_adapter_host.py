@@ -19,7 +19,13 @@ from sqlalchemy.exc import OperationalError
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.inference.adapter_host import AdapterLost, AdapterMissing, AdapterUnavailable, SharedDirectory
+from skyrl.inference.adapter_host import (
+    LOOKS_AT_ONCE,
+    AdapterLost,
+    AdapterMissing,
+    AdapterUnavailable,
+    SharedDirectory,
+)
 from skyrl.storage.checkpoint_store import directories
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError, in_store
 from skyrl.storage.checkpoint_store.registry import open_store
@@ -185,3 +191,26 @@ def test_the_directory_name_gives_the_adapter_version(tmp_path: Path, model_id: 
 @pytest.mark.parametrize("name", ["v12", "v", "12", "v-00001", "v00001a", "final"])
 def test_other_directory_names_give_no_adapter_version(tmp_path: Path, name: str) -> None:
     assert version_in(tmp_path / "adapters" / "s1=3Atrain=3A0" / name) is None
+
+
+async def test_a_file_system_that_hangs_keeps_no_thread_from_others(
+    config: ServerConfig, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, over, looking = host_on(config.state_dir, store, {}), threading.Event(), list[Path]()
+    for number in range(64):
+        write(version_directory(config.state_dir, AdapterVersion.of("s1:train:0", number)))
+    is_dir = Path.is_dir
+
+    def hangs(path: Path) -> bool:
+        looking.append(path)
+        over.wait()
+        return is_dir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_dir", hangs)
+        bringing = [asyncio.create_task(host.bring(AdapterVersion.of("s1:train:0", n))) for n in range(64)]
+        await until(lambda: len(looking) == LOOKS_AT_ONCE)
+        reading = asyncio.create_task(asyncio.to_thread(int))  # as the database is read
+        await until(reading.done)
+        over.set()
+        assert len(await asyncio.gather(*bringing)) == 64
