@@ -23,7 +23,7 @@ _checkpoints = CheckpointRow.__table__  # type: ignore[attr-defined]
 
 _MICROSECOND = 1e-6
 MOST_COMPARED = 10_000
-"""Sessions that one search compares with words and metadata: half a second of Python where each has 15 kB of them."""
+"""Sessions that one search compares with words and metadata, in Python and with up to 16 KiB of metadata each."""
 READ_TOGETHER = 100
 Place = tuple[int, str]
 """A session's place in the order of the search: its creation in microseconds since the epoch, and its id."""
@@ -112,7 +112,7 @@ def _candidates(connection: Connection, tenant: str, query: SessionQuery) -> Ite
         wanted.append(sessions.c.id == query.session_id)
     if query.after is not None:
         wanted.append(sessions.c.created_at <= query.after[0] / 1e6 + _MICROSECOND)
-    # Sorted without their metadata, which the database would otherwise sort, too: up to gigabytes in memory.
+    # Sorted without their metadata: the database sorts in memory, and 100,000 sessions may have 1.6 GB of it.
     order = sessions.c.created_at.desc(), sessions.c.id.desc()
     keys = connection.execute(select(sessions.c.id, sessions.c.created_at).where(*wanted).order_by(*order)).all()
     ids = [key.id for key in keys if query.after is None or (_microseconds(key), key.id) < query.after]
