@@ -104,7 +104,7 @@ MEASURES = (
         f"sampled with {NOT_TOLD}",
     ),
     Measure(
-        "ratio",
+        "ratio's distance from 1",
         _away,
         Bounds("high", 0.1, 1.0),
         {"high": f"samples of older weights, or sampled with {NOT_TOLD}, or too many passes over the same samples"},
