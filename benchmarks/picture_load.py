@@ -13,6 +13,7 @@ import io
 import json
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, Self
 
 import aiohttp
@@ -31,8 +32,8 @@ DEADLINE_S = 240.0
 class Tenant:
     """A sampling session with a key of its own, in `async with`."""
 
-    def __init__(self, url: str, key: str) -> None:
-        self._url, self._key = url, key
+    def __init__(self, url: str, key: str, model: str = MODEL) -> None:
+        self._url, self._key, self._model = url, key, model
         self._number = 0
 
     async def __aenter__(self) -> Self:
@@ -41,16 +42,18 @@ class Tenant:
         session = {"type": "create_session", "sdk_version": "0.38.0", "tags": [], "user_metadata": {}}
         session_id = (await self._post("create_session", session))["session_id"]
         sampler = {"type": "create_sampling_session", "session_id": session_id, "sampling_session_seq_id": 0}
-        found = await self._post("create_sampling_session", sampler | {"base_model": MODEL})
+        found = await self._post("create_sampling_session", sampler | {"base_model": self._model})
         self._sampler: str = found["sampling_session_id"]
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._http.close()
 
-    async def sample(self, chunks: list[dict[str, Any]], max_tokens: int) -> None:
+    async def sample(
+        self, chunks: list[dict[str, Any]], max_tokens: int, stop: Sequence[int] = (), seed: int | None = None
+    ) -> None:
         """One sample, until its result is there. Raises RuntimeError with the server's answer if it fails."""
-        params = {"max_tokens": max_tokens, "temperature": 1.0, "stop": []}
+        params = {"max_tokens": max_tokens, "temperature": 1.0, "stop": list(stop), "seed": seed}
         body = {"type": "sample", "sampling_session_id": self._sampler, "num_samples": 1, "seq_id": self._number}
         self._number += 1
         asked = await self._post("asample", body | {"prompt": {"chunks": chunks}, "sampling_params": params})

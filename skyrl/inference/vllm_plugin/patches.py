@@ -22,7 +22,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParserManager
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-from skyrl.inference.vllm_plugin import model_runners, prefills, prefix_cache
+from skyrl.inference.vllm_plugin import admission, model_runners, prefills, prefix_cache
 
 PARSERS = "skyrl.inference.vllm_plugin.parsers"
 VLLM_MAX = 2.0
@@ -36,6 +36,7 @@ def patch_process() -> None:
     prefix_cache.forget_with_weights()
     prefix_cache.share_tails()
     prefills.take_turns()
+    admission.keep_headroom()
     serve_lm_head()
     read_adapters_of_mixtures()
     check_loaded_adapters()

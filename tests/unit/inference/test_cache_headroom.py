@@ -1,0 +1,207 @@
+"""Admission to vLLM's cache with the plugin: vLLM's own scheduler, and answers of given lengths. No model runs.
+`tests/component/inference/test_vllm_server.py` has the real one."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import pytest
+
+from skyrl.base.tiny import model_path
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of torch, for what vLLM imports
+    import torch
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from skyrl.inference.vllm_plugin.admission import FIRST_LENGTH, MAX_BOUNDS, Headroom, Lengths, growth
+
+BLOCK, BLOCKS = 32, 65
+END, OTHER = 7, 9
+
+
+@pytest.mark.parametrize(
+    ("running", "most"),
+    [
+        ([], 0),
+        ([(10, 500)], 10),
+        ([(10, 0), (10, 0)], 20),
+        ([(2, 5), (10, 5)], 5),  # at the end of the second one: its ten tokens, less the five of the first one
+        ([(9, 1), (10, 1)], 18),  # at the end of the first one
+        ([(1, 100)] * 4, 4),
+    ],
+)
+def test_the_most_that_requests_will_hold_beyond_what_they_hold(running: list[tuple[float, int]], most: float) -> None:
+    assert growth(running) == most
+
+
+def test_answers_are_expected_to_be_as_long_as_those_with_the_same_bound() -> None:
+    lengths = Lengths()
+    assert lengths.left(1_000, 0) == FIRST_LENGTH
+    assert lengths.left(100, 0) == 100
+    lengths.ended(1_000, 40)
+    assert lengths.left(1_000, 0) == 40
+    assert lengths.left(1_000, 30) == 10
+    lengths.ended(1_000, 56)
+    assert lengths.left(1_000, 0) == 41
+    assert lengths.left(999, 0) == FIRST_LENGTH
+
+
+def test_an_answer_beyond_the_expected_length_is_expected_to_go_on() -> None:
+    lengths = Lengths()
+    lengths.ended(1_000, 40)
+    assert lengths.left(1_000, 80) == 20
+    assert lengths.left(1_000, 990) == 10, "not beyond its bound"
+
+
+def test_the_number_of_averages_is_bounded() -> None:
+    lengths = Lengths()
+    for bound in range(1, MAX_BOUNDS + 1):
+        lengths.ended(bound, 1)
+    assert lengths.left(MAX_BOUNDS, 0) == 1
+    lengths.ended(5_000, 3)
+    assert lengths.left(MAX_BOUNDS, 0) == FIRST_LENGTH
+    assert lengths.left(5_000, 0) == 3
+
+
+@pytest.fixture(scope="module")
+def config() -> VllmConfig:
+    arguments = EngineArgs(
+        model=str(model_path()), dtype="float32", block_size=BLOCK, max_model_len=1024, scheduling_policy="priority"
+    )
+    return arguments.create_engine_config()
+
+
+class Cache:
+    """A scheduler with a small cache, whose requests end when they have the lengths that a test gives."""
+
+    def __init__(self, config: VllmConfig, watermark: float = 0.0, *, headroom: bool = True) -> None:
+        """Without `headroom` vLLM admits as it does without the plugin, which `config` has registered."""
+        config.cache_config.num_gpu_blocks = BLOCKS
+        config.scheduler_config.watermark = watermark
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+        cache = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
+        self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), BLOCK, BLOCK)
+        manager: Any = self.scheduler.kv_cache_manager
+        self.headroom: Headroom = manager.skyrl_headroom
+        if not headroom:
+            manager.skyrl_headroom = None
+        algorithm = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(algorithm)
+        self._hasher = get_request_block_hasher(BLOCK, algorithm)
+        self.preemptions = self.computed = self.steps = 0
+        self.ended: list[str] = []
+        self._lengths: dict[str, int] = {}
+        self._requests: dict[str, Request] = {}
+
+    def add(self, length: int, *, prompt: int = 20, most: int = 400, priority: int = 0) -> Request:
+        name = f"r{len(self._requests)}"
+        sampling = SamplingParams(max_tokens=most, stop_token_ids=[END])
+        tokens = [len(self._requests)] * prompt
+        request = Request(name, tokens, sampling, None, block_hasher=self._hasher, priority=priority)
+        self._lengths[name], self._requests[name] = length, request
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self) -> list[str]:
+        """The names of the requests that computed something."""
+        output = self.scheduler.schedule()
+        names = list(output.num_scheduled_tokens)
+        self.preemptions += len(output.preempted_req_ids or ())
+        self.computed += output.total_num_scheduled_tokens
+        self.steps += 1
+        last = [self._requests[name].num_output_tokens + 1 >= self._lengths[name] for name in names]
+        sampled = [[END if ends else OTHER] for ends in last]
+        rows = {name: row for row, name in enumerate(names)}
+        self.scheduler.update_from_output(output, ModelRunnerOutput(names, rows, sampled))
+        self.ended += [name for name in names if self._requests[name].is_finished()]
+        return names
+
+    def run(self) -> None:
+        while self.scheduler.has_unfinished_requests():
+            self.step()
+            assert self.steps < 5_000, "requests wait for ever"
+
+
+def answers(cache: Cache, count: int = 60) -> None:
+    rng = random.Random(0)
+    for number in range(count):
+        cache.add(rng.randint(150, 300), priority=number)
+
+
+def test_many_samples_whose_answers_grow_do_not_throw_each_other_out(config: VllmConfig) -> None:
+    before, now = Cache(config, headroom=False), Cache(config)
+    for cache in (before, now):
+        answers(cache)
+        cache.run()
+    assert len(now.ended) == len(before.ended) == 60
+    assert before.preemptions > 60, "the load is no storm"
+    assert now.preemptions < before.preemptions / 2
+    assert now.computed < before.computed
+    assert now.steps <= 1.15 * before.steps, "the cache is left empty"
+
+
+def test_a_request_begins_at_once_while_no_other_runs(config: VllmConfig) -> None:
+    cache = Cache(config)
+    cache.add(900, prompt=1_000, most=1_000)
+    assert cache.step() == ["r0"]
+
+
+def test_a_request_waits_for_the_room_that_a_running_one_will_need(config: VllmConfig) -> None:
+    cache = Cache(config)
+    for _ in range(40):  # 64 blocks: all prompts would fit
+        cache.add(64)
+    running = cache.step()
+    assert 1 < len(running) < 40
+    assert cache.scheduler.get_request_counts() == (len(running), 40 - len(running))
+    cache.run()
+    assert len(cache.ended) == 40
+
+
+def test_a_prompt_that_other_samples_hold_is_not_counted_as_given_back(config: VllmConfig) -> None:
+    cache = Cache(config)
+    first = cache.add(50, prompt=100)
+    cache.step()
+    assert cache.headroom._tell(first) == (FIRST_LENGTH - 1, 101)
+    twin = cache.add(50, prompt=100)
+    twin.prompt_token_ids[:] = first.prompt_token_ids
+    twin.block_hashes = first.block_hashes[:]
+    cache.step()
+    assert cache.headroom._tell(first) == (FIRST_LENGTH - 2, 2)
+
+
+def test_the_order_of_priorities_stays(config: VllmConfig) -> None:
+    cache = Cache(config)
+    for number in range(40):
+        cache.add(256, priority=40 - number)
+    running = cache.step()
+    assert running == [f"r{39 - number}" for number in range(len(running))]
+
+
+def test_a_request_that_is_cancelled_while_it_waits_makes_no_difference(config: VllmConfig) -> None:
+    cache = Cache(config)
+    added = [cache.add(100) for _ in range(40)]
+    running = cache.step()
+    waiting = [request.request_id for request in added if request.request_id not in running]
+    cache.scheduler.finish_requests(waiting, RequestStatus.FINISHED_ABORTED)
+    cache.run()
+    assert sorted(cache.ended) == sorted(running)
+    assert cache.headroom.lengths.left(400, 0) == 100, "cancelled requests count as answers"
+
+
+def test_the_operators_own_watermark_stays_the_least(config: VllmConfig) -> None:
+    cache = Cache(config, watermark=0.5)
+    for _ in range(60):
+        cache.add(2, prompt=31, most=2)
+    assert len(cache.step()) <= 33
