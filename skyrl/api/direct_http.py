@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from skyrl.api.bodies import SMALL_BYTES
 from skyrl.api.call import IncomingHeaders
-from skyrl.api.table import HttpTable
+from skyrl.api.table import LONG_POLLS, HttpTable
 from skyrl.http.server import BufferedRequests, whole_answer
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ class DirectRequest:
     attributes that uvicorn and `BoundedHttp` use there."""
 
     __slots__ = (
-        "_connection", "body", "disconnected", "keep_alive", "received", "response_complete", "response_started",
-        "whole_body",
+        "_connection", "body", "disconnected", "held", "keep_alive", "received", "response_complete",
+        "response_started", "whole_body",
     )  # fmt: skip
 
     def __init__(self, connection: DirectHttp, body: bytes) -> None:
@@ -41,6 +41,9 @@ class DirectRequest:
         self.disconnected = False
         """Set by the connection when the client has gone."""
         self.body = b""
+        self.held: asyncio.Task[None] | None = None
+        """The task of a long poll. It ends when the client has gone: one that a proxy has cut off asks again on another
+        connection, and its old polls would pile up."""
 
     @property
     def message_event(self) -> DirectRequest:
@@ -48,8 +51,11 @@ class DirectRequest:
         return self
 
     def set(self) -> None:
-        """uvicorn calls this, as that of its event, when the connection is lost. A handler of these routes does not
-        look for that: its answer goes nowhere."""
+        """uvicorn calls this, as that of its event, when the connection is lost. Except for a long poll the
+        handler goes on, and its answer goes nowhere: what it records has been sent."""
+        if (held := self.held) is not None:
+            self.held = None
+            held.cancel()
 
     async def receive(self) -> NoReturn:
         """In the place of ASGI's `receive`."""
@@ -63,7 +69,7 @@ class DirectRequest:
         """Give the request to the table. An error that the table does not answer ends the connection, as in uvicorn."""
         try:
             await table(scope, self.receive, self.send)
-        except asyncio.CancelledError:  # the server is about to end
+        except asyncio.CancelledError:  # the server is about to end, or the client of a long poll has gone
             self._break_off()
             raise
         except Exception:  # no handler answered it: the log has it, and the connection breaks off
@@ -75,6 +81,7 @@ class DirectRequest:
                 self._break_off()
         finally:
             del self.received, self.whole_body  # the connection keeps the request until the next one
+            self.held = None
 
     def _break_off(self) -> None:
         transport = self._connection.transport
@@ -144,6 +151,8 @@ class DirectHttp(BufferedRequests):
         self.headers = []  # for trailers, as in BoundedHttp
         self.cycle = self._running = request  # type: ignore[assignment]
         task = self.loop.create_task(request.run(self.table, scope))
+        if scope["path"] in LONG_POLLS:
+            request.held = task
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return True

@@ -41,7 +41,7 @@ Status = Literal["ok", "warning", "missing"]
 _COLOURS = {"ok": "green", "warning": "yellow", "missing": "red"}
 
 PYTHON = (3, 11)
-DESCRIPTORS = 4096
+DESCRIPTORS = 20_000
 FREE_BYTES = 2**30
 REINSTALL = "pip install -e '.[cpu]' (or '.[gpu]')"
 
@@ -157,7 +157,7 @@ def check_port(host: str, port: int) -> Check:
 def check_descriptors() -> Check:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < DESCRIPTORS:
-        fix = f"raise the hard limit (ulimit -Hn, or LimitNOFILE) to {DESCRIPTORS}: every waiting client holds one"
+        fix = f"raise the hard limit (ulimit -Hn, or LimitNOFILE) to {DESCRIPTORS}: a sample holds two"
         return Check("file descriptors", "warning", f"at most {hard}", fix)
     return Check("file descriptors", "ok", "no limit" if hard == resource.RLIM_INFINITY else f"at most {hard}")
 

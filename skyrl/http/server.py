@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import resource
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable
@@ -25,11 +26,14 @@ import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from skyrl.runtime.processes.logs import LimitedLog
 from skyrl.runtime.processes.ports import BACKLOG
 
 if TYPE_CHECKING:
     import httptools
 
+logger = logging.getLogger(__name__)
+_refusals = LimitedLog(logger)
 
 HEAD_BYTES = 64 * 2**10
 """The most bytes of a request beside its body: request line, headers, trailers, and the frames of its chunks."""
@@ -101,6 +105,10 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= most_connections():
             self.transport = transport
+            line = (
+                f"connections are refused: {len(self.connections)} are open, and more need more open files (ulimit -Hn)"
+            )
+            _refusals.say(logging.WARNING, "connections", line)
             transport.abort()
             return
         super().connection_made(transport)

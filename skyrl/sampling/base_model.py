@@ -113,10 +113,10 @@ class ForwardedSamples:
 
     def progress(self, request_id: str) -> SampleProgress | None:
         """Where a sample stands after its turn under the quota has come; None for others."""
-        return None if self._client is None else self._client.progress(request_id)
+        return None if self._client is None else self._client.running.progress(request_id)
 
     def adapters_in_flight(self) -> int:
-        return 0 if self._client is None else self._client.adapters_in_flight()
+        return 0 if self._client is None else self._client.running.adapters
 
     def start(self, job: SampleJob, sampler: Sampler, entry: Entry) -> None:
         """Forward a sample that is recorded. `entry` leaves the gate when the sample has ended."""

@@ -38,7 +38,7 @@ from skyrl.sampling.retries import (
     Attempts,
     CrashIsolation,
     Flights,
-    SampleProgress,
+    Running,
     SampleWait,
     StaleWeightsRetry,
     Waits,
@@ -171,8 +171,7 @@ class ForwardingClient:
         self._flights = Flights()
         self._reader = AnswerReader(self.counts, zero_fill=zero_fill_logprobs)
         self._pictures = None if pictures is None else PictureSends(pictures)
-        self._attempts: dict[str, Attempts[Any]] = {}
-        """The running requests, by their ids."""
+        self.running = Running()
 
     def sample(self, job: SampleJob, priority: int | None = None) -> Coroutine[Any, Any, completion.SampleAnswer]:
         """The encoded SampleResponse, with its token counts. The server runs samples of lower `priority` first.
@@ -223,7 +222,7 @@ class ForwardingClient:
     async def _repeated(self, exchange: Exchange[T], headers: Mapping[str, str], deadline: float) -> T:
         """The request, repeated as the failure rules say."""
         attempts = Attempts(exchange, headers, deadline, backoff())
-        self._attempts[exchange.request_id] = attempts
+        self.running.add(attempts)
         try:
             while True:
                 try:
@@ -238,19 +237,9 @@ class ForwardingClient:
                 if (result := await attempt(attempts, endpoint)) is not None:
                     return result
         finally:
-            self._attempts.pop(exchange.request_id, None)
+            self.running.remove(attempts)
             if attempts.is_suspect:
                 self._isolation.remove(attempts.interruptions)
-
-    def progress(self, request_id: str) -> SampleProgress | None:
-        """Where a request stands; None for a request that does not run here."""
-        attempts = self._attempts.get(request_id)
-        return None if attempts is None else attempts.progress(asyncio.get_running_loop().time())
-
-    def adapters_in_flight(self) -> int:
-        """How many adapters the running requests sample from."""
-        weights = {attempts.exchange.weights for attempts in self._attempts.values()}
-        return sum(isinstance(each, AdapterVersion) for each in weights)
 
     async def _try_as_suspect(self, attempts: Attempts[T], endpoint: Endpoint) -> T | None:
         """`_try`, once it is this suspect's turn and the server is not dying of the suspect before."""

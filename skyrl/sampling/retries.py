@@ -1,9 +1,10 @@
 """What happens between two tries of a request: its state so far, its pauses, and the search for the sample that kills.
 
-`Attempts` is the state of one request, and `SampleProgress` what others may see of it. `Waits` pauses until the next
-try, or until a dying server has gone. `CrashIsolation` sends suspects (samples that were interrupted more than once) a
-few at a time, then one by one, so that the sample that kills the server is found; docs/decisions/interrupted-samples.md
-says why. `StaleWeightsRetry` decides about an answer that began with other full weights than the request wants.
+`Attempts` is the state of one request, `Running` has those of all that run, and `SampleProgress` is what others may
+see of one. `Waits` pauses until the next try, or until a dying server has gone. `CrashIsolation` sends suspects
+(samples that were interrupted more than once) a few at a time, then one by one, so that the sample that kills the
+server is found; docs/decisions/interrupted-samples.md says why. `StaleWeightsRetry` decides about an answer that began
+with other full weights than the request wants.
 
 The forwarding client decides what an interruption is, and after how many a sample fails.
 """
@@ -114,6 +115,36 @@ class Attempts(Generic[T]):
     def is_suspect(self) -> bool:
         """Whether this sample may be the one that kills the server."""
         return self.interruptions > FREE_INTERRUPTIONS
+
+
+class Running:
+    """The running requests by their ids, and how many of them sample from each adapter."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Attempts[Any]] = {}
+        self._of_adapters: Counter[AdapterVersion] = Counter()
+
+    def add(self, attempts: Attempts[Any]) -> None:
+        self._by_id[attempts.exchange.request_id] = attempts
+        if isinstance(weights := attempts.exchange.weights, AdapterVersion):
+            self._of_adapters[weights] += 1
+
+    def remove(self, attempts: Attempts[Any]) -> None:
+        self._by_id.pop(attempts.exchange.request_id, None)
+        if isinstance(weights := attempts.exchange.weights, AdapterVersion):
+            self._of_adapters[weights] -= 1
+            if not self._of_adapters[weights]:
+                del self._of_adapters[weights]
+
+    def progress(self, request_id: str) -> SampleProgress | None:
+        """Where a request stands; None for a request that does not run."""
+        attempts = self._by_id.get(request_id)
+        return None if attempts is None else attempts.progress(asyncio.get_running_loop().time())
+
+    @property
+    def adapters(self) -> int:
+        """How many adapters are sampled from. Thousands of polls may ask in a second."""
+        return len(self._of_adapters)
 
 
 FIRST_BACKOFF_S = 0.05

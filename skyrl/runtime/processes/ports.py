@@ -98,7 +98,8 @@ def _socket(host: str) -> socket.socket:
     return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
-BACKLOG = 4096
+BACKLOG = 16_384
+"""How many connections may wait to be accepted. The kernel lowers it to `net.core.somaxconn`."""
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 """Errors for `::1`, one of the addresses of `localhost`, on a machine without IPv6."""
 

@@ -7,15 +7,15 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tinker
 from api_harness import BASE, Serve
-from fake_upstream import FakeUpstream, complete, never
+from fake_upstream import FakeUpstream, after, complete, never
 from router_world import PromptServer, until
 
 from skyrl.api.app import create_app
@@ -50,27 +50,44 @@ class Proxied:
 
 @pytest.fixture
 def proxied(tmp_path: Path) -> Iterator[Proxied]:
-    """At the root of a name and under a path. Without TLS, which changes nothing about polls."""
+    with proxy(tmp_path, free_port(), free_port()) as running:
+        yield running
+
+
+@contextmanager
+def proxy(tmp_path: Path, port: int, api: int) -> Iterator[Proxied]:
+    """nginx at `port`, at the root of a name and under a path. Without TLS, which changes nothing about polls."""
     at_root, under_path = (block.text for block in blocks_of(PROXY_PAGE) if block.language == "nginx")
-    port, api = free_port(), free_port()
     servers = f"{at_root.rstrip().removesuffix('}')}\n{under_path}\n}}".replace("443 ssl", f"127.0.0.1:{port}")
     directory = tmp_path / "nginx"
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     with running_nginx(directory, servers.replace("127.0.0.1:8000", f"127.0.0.1:{api}")):
         url = f"http://127.0.0.1:{port}"
         yield Proxied((url, f"{url}/skyrl"), api, directory / "access.log")
 
 
+@dataclass
+class Polled:
+    """The ids of the requests that were polled for, in order, and how many of the polls wait."""
+
+    ids: list[str] = field(default_factory=list)
+    waiting: int = 0
+
+
 @asynccontextmanager
-async def listening(serve: Serve, port: int) -> AsyncIterator[list[str]]:
-    """The API on this port; yields the ids of the requests that were polled for."""
+async def listening(serve: Serve, port: int) -> AsyncIterator[Polled]:
+    """The API on this port."""
     async with serve() as api:
-        polled: list[str] = []
+        polled = Polled()
         wait = api.services.futures.wait
 
         async def counted(request_id: str, tenant: str, timeout_s: float) -> Any:
-            polled.append(request_id)
-            return await wait(request_id, tenant, timeout_s)
+            polled.ids.append(request_id)
+            polled.waiting += 1
+            try:
+                return await wait(request_id, tenant, timeout_s)
+            finally:
+                polled.waiting -= 1
 
         api.services.futures.wait = counted
         app = create_app(api.services)
@@ -112,7 +129,7 @@ async def test_polls_do_not_storm_while_the_api_restarts(
             await asyncio.create_subprocess_exec(python, "-c", PROGRAM, url, BASE, stdout=asyncio.subprocess.PIPE)
             for url in proxied.urls
         ]
-        await until(lambda: len(set(polled)) == 4)
+        await until(lambda: len(set(polled.ids)) == 4)
     before = proxied.polls()
     await asyncio.sleep(AWAY_S)
     while_away = proxied.polls() - before
@@ -121,3 +138,36 @@ async def test_polls_do_not_storm_while_the_api_restarts(
     upstream.default = complete()
     async with listening(serve, proxied.port):
         assert [(await client.communicate())[0] for client in clients] == [b"3\n", b"3\n"]
+
+
+MANY = 200
+MANY_SAMPLES = """
+import sys, tinker
+
+service = tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-one")
+sampler = service.create_sampling_client(base_model=sys.argv[2])
+params = tinker.SamplingParams(max_tokens=3)
+samples = [sampler.sample(tinker.ModelInput.from_ints([5, 6]), 1, params) for _ in range(int(sys.argv[3]))]
+print(sum(len(sample.result().sequences[0].tokens) for sample in samples))
+"""
+
+
+async def test_hundreds_of_polls_outlive_a_proxy_that_restarts(
+    serve: Serve, upstream: FakeUpstream, tmp_path: Path
+) -> None:
+    """The API forgets the polls whose connections broke. Each request is then polled for once more: the SDK waits for
+    the proxy, and no poll is answered in between. Nothing is lost."""
+    go, port, api = asyncio.Event(), free_port(), free_port()
+    upstream.default = after(go, complete())
+    async with listening(serve, api) as polled:
+        with proxy(tmp_path, port, api) as proxied:
+            command = (sys.executable, "-c", MANY_SAMPLES, proxied.urls[0], BASE, str(MANY))
+            client = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+            await until(lambda: polled.waiting == MANY)
+        await until(lambda: polled.waiting == 0)
+        with proxy(tmp_path, port, api):
+            await until(lambda: polled.waiting == MANY)
+            go.set()
+            assert (await client.communicate())[0] == b"%d\n" % (3 * MANY)
+    assert Counter(polled.ids) == dict.fromkeys(polled.ids, 2)
+    assert set(proxied.polls()) <= {200, 499}  # 499: nginx ended before its answer

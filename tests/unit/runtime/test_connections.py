@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from skyrl.http import server as connections
 from skyrl.http.server import HEAD_BYTES, BoundedHttp
+from skyrl.runtime.processes.logs import LimitedLog
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /echo HTTP/1.1\r\nHost: x\r\n"
@@ -252,11 +253,14 @@ async def test_a_head_that_comes_line_by_line_is_closed_in_time(
 
 
 async def test_a_connection_above_the_limit_is_closed_without_an_answer(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connections, "most_connections", lambda: 2)
+    monkeypatch.setattr(connections, "_refusals", LimitedLog(connections.logger))
     first, second = await server.open(GET), await server.open()
-    assert await (await server.open(GET + b"\r\n")).read_until_closed() == b""
+    for _ in range(3):
+        assert await (await server.open(GET + b"\r\n")).read_until_closed() == b""
+    assert caplog.text.count("connections are refused: 2 are open") == 1
     second.writer.close()
     await first.send(b"\r\n")
     assert await first.answer() == b"0"
