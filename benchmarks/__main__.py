@@ -45,7 +45,6 @@ STEPS: dict[str, Callable[[Stage], list[Row]]] = {
     "sequences": rows_forwarding.sequences,
     "sdk": rows_forwarding.sdk,
     "memory": rows_server.memory,
-    "heartbeats": rows_server.heartbeats,
     "training": training.training,
     "snapshots": snapshots.snapshots,
     "restarts": restarts.restarts,

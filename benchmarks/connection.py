@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
+CONNECT_S = 5.0
+"""How long connecting may take, as in the Tinker SDK."""
 _LENGTH = b"\r\ncontent-length:"
 
 
@@ -36,8 +38,10 @@ class Connection(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         if self._transport is None:
             self._buffer, self._head = b"", -1
-            await loop.create_connection(lambda: self, self._host, self._port)
-        assert self._transport is not None
+            async with asyncio.timeout(CONNECT_S):
+                await loop.create_connection(lambda: self, self._host, self._port)
+        if self._transport is None:
+            raise ConnectionError("the connection was lost at once")
         self._answer = answer = loop.create_future()
         self._transport.write(b"%s %s%s%d\r\n\r\n%s" % (method, path, self._rest, len(body), body))
         return await answer
@@ -47,6 +51,11 @@ class Connection(asyncio.Protocol):
             self._transport.close()
             self._transport = None
             self._closed += 1
+
+    def lose(self) -> None:
+        """Break the connection, as a proxy between would: a request that waits for its answer fails."""
+        if self._transport is not None:
+            self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)

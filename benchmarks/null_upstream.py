@@ -112,7 +112,8 @@ class Upstream:
         if b"release" in path:
             for handle, transport, answer in self.waiting.values():
                 handle.cancel()
-                transport.write(answer)
+                if not transport.is_closing():
+                    transport.write(answer)
             self.waiting.clear()
         return http_answer(b'{"requests":%d,"waiting":%d}' % (self.requests, len(self.waiting)))
 

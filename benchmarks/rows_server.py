@@ -1,22 +1,17 @@
-"""Rows about the server itself: memory, another route under load, CPU when idle, growth of its database."""
+"""Rows about the server itself: memory, CPU when idle, growth of its database."""
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict
 
 from benchmarks.processes import cpu_seconds, disk_bytes, parts_of, peak_resident_mb, resident_mb
 from benchmarks.rows_forwarding import errors
-from benchmarks.samples import LoadSpec
 from benchmarks.stage import Stage, gateway, trainer
 from benchmarks.table import Row, Target
 from skyrl.cli.demo.server import DemoServer
 from skyrl.storage.db.database import Database
 
 IN_FLIGHT = 2048
-HELD_BACK_MS = 90_000
-LONGER_THAN_A_POLL_S = 35.0
 RETENTION_S, QUICK_RETENTION_S = 15, 8
 RECLAIM_AT_MOST_S = 100.0
 BETWEEN_SWEEPS_S = 15.0
@@ -33,21 +28,6 @@ def memory(stage: Stage) -> list[Row]:
     note = f"fresh server: {idle_mb:.0f} MB before, then {sent:,} samples in all"
     what = f"peak RSS of the API, {IN_FLIGHT:,} in flight"
     return [Row("memory", what, "MB", peak_mb, Target(250), errors=errors(load), note=note)]
-
-
-def heartbeats(stage: Stage) -> list[Row]:
-    """Here "direct" is the same route while no poll waits. Without --quick every poll is renewed once meanwhile."""
-    spec = LoadSpec(stage.server.url, "tinker", IN_FLIGHT, 4.0 if stage.quick else LONGER_THAN_A_POLL_S)
-    with stage.upstream.delayed(HELD_BACK_MS):
-        arguments = json.dumps(asdict(spec)), stage.upstream.url
-        load = stage.generate("heartbeats", "forwarded", "benchmarks.waiting", *arguments)
-    failed = errors(load) + (IN_FLIGHT - load["waiting"])
-    note = f"{load['waiting']:,} polls waiting, all answered in the end" if not failed else f"errors: {load['errors']}"
-    what = f"heartbeat {{}} while {IN_FLIGHT:,} long polls wait"
-    return [
-        Row("heartbeats", what.format("p50"), "ms", load["p50_ms"], None, load["idle_p50_ms"], failed),
-        Row("heartbeats", what.format("p99"), "ms", load["p99_ms"], Target(20), load["idle_p99_ms"], failed, note),
-    ]
 
 
 def idle(stage: Stage) -> list[Row]:

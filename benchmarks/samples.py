@@ -75,8 +75,7 @@ class TinkerSamples(_Samples):
     async def open(self) -> None:
         """Create the session and the sampling session. Raises RuntimeError with the server's message if it refuses."""
         setup = self.connect()
-        session = await self._create(setup, "session", {"sdk_version": "0.38.0", "tags": [], "user_metadata": {}})
-        self.session = session["session_id"]
+        self.session = await self.new_session(setup)
         body = {"session_id": self.session, "sampling_session_seq_id": 0, "base_model": MODEL}
         sampler = (await self._create(setup, "sampling_session", body))["sampling_session_id"]
         setup.close()
@@ -86,6 +85,11 @@ class TinkerSamples(_Samples):
         sample |= {"sampling_session_id": sampler, "type": "sample", "seq_id": "NUMBER"}
         text = json.dumps(sample).replace("%", "%%")
         self._body = text.replace('"PROMPT"', "%s").replace('"NUMBER"', "%d").encode()
+
+    async def new_session(self, connection: Connection) -> str:
+        """The id of a session. Raises as `open` does."""
+        body = {"sdk_version": "0.38.0", "tags": [], "user_metadata": {}}
+        return (await self._create(connection, "session", body))["session_id"]
 
     async def _create(self, connection: Connection, what: str, body: dict[str, Any]) -> dict[str, Any]:
         path = f"/api/v1/create_{what}"

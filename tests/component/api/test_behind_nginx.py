@@ -20,6 +20,7 @@ from router_world import PromptServer, until
 
 from skyrl.api.app import create_app
 from skyrl.api.direct_http import protocol_with
+from skyrl.api.routes import futures
 from skyrl.runtime.processes.ports import free_port
 from tests.environments import ROOT, environment
 from tests.nginx import NEEDS_NGINX, PROXY_PAGE, running_nginx
@@ -153,10 +154,11 @@ print(sum(len(sample.result().sequences[0].tokens) for sample in samples))
 
 
 async def test_hundreds_of_polls_outlive_a_proxy_that_restarts(
-    serve: Serve, upstream: FakeUpstream, tmp_path: Path
+    serve: Serve, upstream: FakeUpstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The API forgets the polls whose connections broke. Each request is then polled for once more: the SDK waits for
     the proxy, and no poll is answered in between. Nothing is lost."""
+    monkeypatch.setattr(futures, "HOLD_S", 100.0)  # so that none is renewed on a slow machine
     go, port, api = asyncio.Event(), free_port(), free_port()
     upstream.default = after(go, complete())
     async with listening(serve, api) as polled:
