@@ -61,8 +61,8 @@ class PollSpec:
 
 @dataclass
 class Phase:
-    """What happened in one phase. `late_s` says how late this program itself was. Heartbeats that began in the phase and
-    had no answer at its end are not in it."""
+    """What happened in one phase. `late_s` says how late this program itself was. Heartbeats that began in the phase
+    and had no answer at its end are not in it."""
 
     name: str
     began: float = field(default_factory=time.perf_counter)
