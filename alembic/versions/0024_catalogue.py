@@ -18,7 +18,6 @@ depends_on = None
 
 def upgrade() -> None:
     for table, columns in (
-        ("sessions", ["tenant", "created_at", "id"]),
         ("models", ["tenant", "created_at"]),
         ("checkpoints", ["tenant", "created_at", "id"]),
     ):

@@ -34,12 +34,9 @@ class SessionRow(SQLModel, table=True):
     """A session of one client process. `status` is active, finished or expired. The tenant chooses `project_id`."""
 
     __tablename__ = "sessions"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = (
-        Index("ix_sessions_active_tenant", "tenant", sqlite_where=_ACTIVE, postgresql_where=_ACTIVE),
-        Index("ix_sessions_tenant_created_at", "tenant", "created_at", "id"),
-    )
+    __table_args__ = (Index("ix_sessions_active_tenant", "tenant", sqlite_where=_ACTIVE, postgresql_where=_ACTIVE),)
     id: str = Field(primary_key=True)
-    tenant: str
+    tenant: str = Field(index=True)
     status: str = Field(index=True)
     created_at: float
     heartbeat_at: float
