@@ -46,7 +46,14 @@ def test_a_course_measures_every_operation_and_all_parts_of_a_server(
     memory, said = HostMemory(), []
     memory.launcher = server.pid
     load = Load(prompt=8, answer=4, samples=2, trained=64)
-    shape = {"base_model": "tiny", "rank": 8, "vocabulary": 512, "rows": 128, "adapter": 4e6, "slots": 2}
+    shape: dict[str, Any] = {
+        "base_model": "tiny",
+        "rank": 8,
+        "vocabulary": 512,
+        "rows": 128,
+        "adapter": 4e6,
+        "slots": 2,
+    }
     with ExitStack() as stack:
         found = Course(server, memory, Clock(600), load, say=said.append, **shape).run(stack)
     assert {each.name for each in found.operations} == OPERATIONS

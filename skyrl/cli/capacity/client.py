@@ -86,7 +86,7 @@ class Tenant:
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The answer of a route; with a result to wait for, that result."""
         answer = self._ask(path, {**body, "type": path})
-        while "request_id" in answer and path not in ("retrieve_future",):
+        while "request_id" in answer:
             self._clock.check()
             outcome = self._ask("retrieve_future", {"request_id": answer["request_id"]})
             if outcome.get("type") != "try_again":
@@ -166,7 +166,7 @@ class Tenant:
             "sampling_params": {"max_tokens": max_tokens, "temperature": 1.0, "stop": []},
         }
         with self._times.timed(name):
-            sampled = self._post("asample", body | {"type": "sample"})
+            sampled = self._post("asample", body)
         return sum(len(sequence["tokens"]) for sequence in sampled["sequences"])
 
 
