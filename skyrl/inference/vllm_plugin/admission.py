@@ -25,9 +25,10 @@ WEIGHT = 1 / 16
 """The weight of the newest answer in the average."""
 MAX_BOUNDS = 1_000
 """Values of `max_tokens` whose averages are kept."""
-PART = 0.5
-"""Of the expected growth, the part that is kept free. More leaves vLLM idle places, because each answer that ends early
-makes room; with less, more requests are preempted."""
+PART = 0.25
+"""Of the expected growth, the part that is kept free. On vLLM's scheduler with a cache for 11 answers, and steps of
+20 ms + 0.05 ms a token, a quarter takes 1.01 to 1.02 times as long as vLLM alone and has half of its preemptions; a
+half takes 1.03 to 1.08 times as long and has a third to a seventh."""
 BEYOND = 0.25
 """An answer is expected to get longer by at least this part of what it has."""
 _ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)

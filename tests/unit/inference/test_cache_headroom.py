@@ -149,7 +149,7 @@ def test_many_samples_whose_answers_grow_do_not_throw_each_other_out(config: Vll
     assert before.preemptions > 60, "the load is no storm"
     assert now.preemptions < before.preemptions / 2
     assert now.computed < before.computed
-    assert now.steps <= 1.15 * before.steps, "the cache is left empty"
+    assert now.steps <= 1.05 * before.steps, "the cache is left empty"
 
 
 def test_a_request_begins_at_once_while_no_other_runs(config: VllmConfig) -> None:
