@@ -88,14 +88,13 @@ def spec_of(config: ServerConfig, directory: Path) -> ServerSpec:
 
 
 @asynccontextmanager
-async def running_vllm(logs: Path, state_dir: Path, **options: int) -> AsyncIterator[RunningServer]:
-    """The server, ready. It has the tiny model and a context of `CONTEXT` tokens, and these options of vLLM."""
+async def running_vllm(logs: Path, state_dir: Path) -> AsyncIterator[RunningServer]:
+    """The server, ready. It has the tiny model and a context of `CONTEXT` tokens."""
     assert plugin_installed(), "vLLM does not find the plugin: pip install -e . --no-deps"
     backend = {
         "generator.inference_engine.max_model_len": CONTEXT,
         "generator.inference_engine.engine_init_kwargs": {
-            "middleware": "skyrl.inference.remote.middleware.StoredAdapterLoads",
-            **options,
+            "middleware": "skyrl.inference.remote.middleware.StoredAdapterLoads"
         },
         "trainer.policy.model.lora": {"max_loras": len(ADAPTER_RANKS), "max_cpu_loras": 8, "max_lora_rank": 32},
     }

@@ -1,5 +1,5 @@
 """Admission to vLLM's cache with the plugin: vLLM's own scheduler, and answers of given lengths. No model runs.
-`tests/component/inference/test_vllm_server.py` has the real one."""
+`benchmarks/concurrency.py` measures a real vLLM."""
 
 from __future__ import annotations
 
