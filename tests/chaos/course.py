@@ -39,7 +39,7 @@ BOUNDS = {"probe_interval_s": 1.0, "health_timeout_s": 12.0, "step_timeout_s": 2
 """Short bounds, so that a vLLM that hangs is replaced soon."""
 SLOWER = 5.0
 """How much longer bounds and pauses are for another model than the tiny one, whose prompts take seconds."""
-CALM_S = 90.0
+CALM_S = 60.0
 """After the last fault the tenants go on for so long: these steps are compared with those alone."""
 ALONE_S = 20.0
 """How long each tenant makes steps alone, after the run without faults."""
@@ -83,7 +83,7 @@ class Course:
 
     def _with_faults(self, stack: ExitStack, server: DemoServer, proxy: FaultProxy) -> list[Tenant]:
         results = self._results
-        seconds = self._seconds + CALM_S
+        seconds = self._seconds + self._slower * CALM_S
         tenants = [
             stack.enter_context(
                 Tenant(self._directory, proxy.url, kind, self._seed + number, seconds, self._learning_rate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_harness import Harness, Trainer, harness_in
@@ -68,7 +69,7 @@ async def test_a_small_step_runs_within_a_long_pass_and_changes_no_bit_of_either
     ended: list[str] = []
     settle = harness.parts.settlement.settle
 
-    def settled(outcomes: list, *rest: object, **options: object) -> None:
+    def settled(outcomes: list, *rest: Any, **options: Any) -> None:
         ended.extend(request_id for request_id, _ in outcomes)
         settle(outcomes, *rest, **options)
 
@@ -110,7 +111,7 @@ async def test_a_database_that_fails_a_small_step_ends_the_engine_and_not_the_lo
     pair = await Pair.create(harness)
     settle = harness.parts.settlement.settle
 
-    def fails(outcomes: list, *rest: object, **options: object) -> None:
+    def fails(outcomes: list, *rest: Any, **options: Any) -> None:
         if any(request_id.startswith(pair.small.session.id) or request_id in small for request_id, _ in outcomes):
             raise DatabaseError("the disk is full")
         settle(outcomes, *rest, **options)
