@@ -41,10 +41,9 @@ def _are_amounts(resources: dict[str, float]) -> dict[str, float]:
 def _number_or_auto(value: Any) -> int | str:
     if value == "auto":
         return value
-    if isinstance(value, str) and value.isdecimal():
+    if isinstance(value, str) and value.isdecimal() or isinstance(value, float) and value.is_integer():
         value = int(value)
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if whole and value >= 1:
+    if isinstance(value, int) and value >= 1:
         return int(value)
     raise ValueError('must be a whole number of at least 1, or "auto"')
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -34,19 +36,19 @@ def view(answer: Answer) -> RenderableType:
     return Group(*lines, *tables, Text(), *notes, Text(advice(answer)))
 
 
-def _table(*columns: str, texts: int = 1) -> Table:
-    """The first `texts` columns are words, the others numbers."""
+def _table(*columns: str, texts: Collection[int] = (0,)) -> Table:
+    """`texts`: the numbers of the columns that are words."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for number, name in enumerate(columns):
-        justify = "left" if number < texts else "right"
-        table.add_column(name, justify=justify, no_wrap=number >= texts, overflow="fold")
+        if number in texts:
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
 def _limits(answer: Answer) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name, justify in (("limit", "left"), ("tenants", "right"), ("with one more", "left"), ("key", "left")):
-        table.add_column(name, justify=justify, overflow="fold")
+    table = _table("limit", "tenants", "with one more", "key", texts=(0, 2, 3))
     for limit in answer.limits:
         table.add_row(limit.what, f"{limit.tenants:,}", limit.then, limit.key)
     return table

@@ -97,7 +97,7 @@ def _on_cpu(config: ServerConfig, available: float, most: int) -> Slots:
         engines=need.engines,
     )
     number = slots_that_fit(room, need.use.kept, most)
-    of_each = f"{gb(room.adapter)} of an adapter in training, {gb(room.slot + room.kept)} of one that is sampled from"
+    of_each = f"{room.adapter / 1e6:,.1f} MB of an adapter in training, {2e-6 * room.slot:,.1f} of one in vLLM"
     return Slots(number, f"estimated by {gb(available)} of free memory, {of_each}")
 
 

@@ -181,6 +181,17 @@ def test_auto_is_refused_where_there_is_no_one_base_model_with_adapters_here() -
     assert with_slots(given) == (given, "")
 
 
+@pytest.mark.parametrize("value", [0, -1, 2.5, "x", "", None, [], float("inf"), float("nan"), "Auto"])
+def test_another_value_than_a_number_or_auto_is_refused_by_the_keys_name(value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{MAX_LORAS}': must be a whole number of at least 1, or \"auto\""):
+        load_config({"backend_config": {MAX_LORAS: value}})
+
+
+def test_numbers_may_be_written_in_several_ways() -> None:
+    found = [load_config({"backend_config": {MAX_LORAS: value}}).backend_config.lora.slots for value in (4, "4", 4.0)]
+    assert found == [4, 4, 4]
+
+
 @pytest.mark.usefixtures("cache")
 def test_auto_keeps_the_other_keys_and_doctor_shows_it(tmp_path: Path) -> None:
     keys = {"generator.inference_engine.port": 12_345, f"{LORA}.alpha": 16.0}
