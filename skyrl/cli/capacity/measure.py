@@ -153,22 +153,25 @@ class Course:
         return self._memory.peak()
 
     def _largest_pass(self, tenant: Tenant, resting: float) -> Passed:
-        """The largest pass that the time allows. `resting`: bytes of the trainer before."""
+        """The largest pass that the time allows, from a trainer at rest: what an earlier pass has freed would count,
+        too. Where that is not the largest of all, a smaller one before it tells what a token takes. `resting`: bytes of
+        the trainer before."""
         small = min(self._load.trained, self._rows)
-        of_small = self._peak(tenant, small) - resting
-        largest = min(self._rows, int(PASS_SHARE * self._clock.left_s / self._row_s) // LONGEST_ROW * LONGEST_ROW)
-        if largest <= small:
-            largest, of_largest, of_row = small, of_small, of_small / small
-        else:
-            self._say(f"a training pass of {largest:,} tokens")
-            of_largest = self._peak(tenant, largest) - resting
-            of_row = (of_largest - of_small) / (largest - small)
-        if largest < self._rows:
-            self._notes.append(
-                f"a training pass of {self._rows:,} tokens was not measured: what {largest:,} took is drawn on"
-            )
-        more = max(0.0, of_row) * (self._rows - largest)
-        return Passed(self._rows, largest, max(0.0, of_largest) + more)
+        allowed = int(PASS_SHARE * self._clock.left_s / self._row_s) // LONGEST_ROW * LONGEST_ROW
+        if allowed >= self._rows or small == self._rows:
+            self._say(f"a training pass of {self._rows:,} tokens")
+            return Passed(self._rows, self._rows, max(0.0, self._peak(tenant, self._rows) - resting))
+        largest = max(small, allowed)
+        self._say(f"a training pass of {largest:,} tokens")
+        found = self._peak(tenant, small) - resting
+        of_row = found / small
+        if largest > small:
+            of_small, found = found, self._peak(tenant, largest) - resting
+            of_row = (found - of_small) / (largest - small)
+        self._notes.append(
+            f"a training pass of {self._rows:,} tokens was not measured: what {largest:,} took is drawn on"
+        )
+        return Passed(self._rows, largest, max(0.0, found) + max(0.0, of_row) * (self._rows - largest))
 
     def _save_and_sample(self, tenant: Tenant) -> None:
         self._say("versions, samples and checkpoints")

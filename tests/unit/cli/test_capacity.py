@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -18,10 +18,12 @@ from typer.testing import CliRunner
 from skyrl.base.config.loading import load_config
 from skyrl.base.tiny import model_path
 from skyrl.cli.capacity.answer import Answer, Found, Load, Operation, Passed, Setting, Throughput, advice, answer_of
-from skyrl.cli.capacity.client import Clock, Failed, kept_busy
+from skyrl.cli.capacity.client import Clock, Failed, Tenant, kept_busy
+from skyrl.cli.capacity.measure import Course
 from skyrl.cli.capacity.memory import DeviceMemory, HostMemory
 from skyrl.cli.capacity.run import environment_of
 from skyrl.cli.capacity.view import view
+from skyrl.cli.demo.server import DemoServer
 from skyrl.cli.launcher.kept_capacity import of_backend
 from skyrl.cli.launcher.memory_estimate import need_of, size_of
 from skyrl.cli.main import app
@@ -148,6 +150,30 @@ def test_the_measured_server_has_the_keys_of_its_capacity_and_none_of_a_real_ser
         "SKYRL_SESSION_TIMEOUT_S": "86400",
     }
     assert of_backend(config) == {"generator.inference_engine.max_model_len": 512}
+
+
+@pytest.mark.parametrize(
+    ("row_s", "measured", "size"),
+    [(1e-6, [4096], 100.0 + 2 * 4096), (0.01, [512, 1536], 100.0 + 2 * 4096), (10.0, [512], (100.0 + 2 * 512) * 8)],
+)
+def test_a_pass_that_the_time_does_not_allow_is_drawn_on_from_smaller_ones(
+    row_s: float, measured: list[int], size: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With 107 s left; a pass takes 100 bytes, and 2 for each token."""
+    shape: dict[str, Any] = {"base_model": "tiny", "rank": 8, "vocabulary": 512, "adapter": 4e6, "slots": 2}
+    server, memory = DemoServer(tmp_path), HostMemory()
+    course = Course(server, memory, Clock(107), LOAD, rows=4096, say=lambda what: None, **shape)
+    passes: list[int] = []
+
+    def peak(tenant: Tenant, rows: int) -> float:
+        passes.append(rows)
+        return 1000.0 + 100 + 2 * rows
+
+    monkeypatch.setattr(course, "_peak", peak)
+    monkeypatch.setattr(course, "_row_s", row_s)
+    passed = course._largest_pass(cast(Tenant, None), 1000.0)
+    assert passes == measured
+    assert (passed.rows, passed.measured_rows, passed.bytes) == (4096, measured[-1], size)
 
 
 def test_time_that_is_over_ends_the_measurement() -> None:
