@@ -49,8 +49,8 @@ def _calls(connection: Connection, session_id: str) -> dict[str, Call]:
     numbers = iter(range(1, 10**6))
 
     def sampling_client() -> Awaitable[tuple[int, bytes]]:
-        body = {"type": "create_sampling_session", "session_id": session_id, "model_path": PATH}
-        body["sampling_session_seq_id"] = next(numbers)
+        named = {"type": "create_sampling_session", "session_id": session_id, "model_path": PATH}
+        body = named | {"sampling_session_seq_id": next(numbers)}
         return connection.post(b"/api/v1/create_sampling_session", json.dumps(body).encode())
 
     return made | {"make a sampling client": sampling_client}

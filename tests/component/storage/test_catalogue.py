@@ -98,7 +98,7 @@ OF_PUBLISHED, OF_OPEN = "ix_checkpoints_public", "ix_sampling_sessions_open"
 async def test_lists_searches_and_the_page_read_no_large_table_whole(
     catalogue: Database, writer: GroupCommitWriter, sent: Sent
 ) -> None:
-    stored, models, active = (kind(catalogue, writer) for kind in (Checkpoints, Models, Sessions))
+    stored, models, active = Checkpoints(catalogue, writer), Models(catalogue, writer), Sessions(catalogue, writer)
     for seen in (Seen(), Seen(published=True)):
         assert len((await stored.page(TENANT, 20, 0, seen))[0]) == 20
         query = CheckpointQuery(seen, project_ids=("default",))
