@@ -36,7 +36,6 @@ const RUN_COLUMNS = [
   withCurve("loss", "loss"),
   withCurve("gap", "gap"),
   ofLastStep("ratio", "ratio"),
-  ofLastStep("clip fraction", "clip_fraction"),
   ofLastStep("learning rate", "learning_rate"),
   ofLastStep("tokens/s", "tokens_per_second"),
   column("last activity", (run) => run.last_request_at, time),
