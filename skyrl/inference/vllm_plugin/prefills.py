@@ -3,9 +3,9 @@ answers of others.
 
 vLLM adds waiting prompts to each step, as many as fit. A step takes as long as its prompts: while a tenant's prompts of
 10,000 tokens come one after the other, each token of everybody else's answers waits for a whole prompt. The order of
-waiting requests does not help: the answers run already. So here a tenant whose long prompts were in a step owes the
-time of this step. Until steps without prompts of the tenant have taken as long, its next ones wait, if answers of
-another tenant run.
+waiting requests does not help: the answers run already. So here a tenant whose long prompts were in a step beside
+requests of another tenant owes the time of this step. Until as much time has gone without prompts of the tenant, its
+next ones wait, if answers of another tenant run.
 
 Knows the scheduler of vLLM 0.32, and tenants by the tags in their requests' priorities.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -26,6 +26,8 @@ LONG_TOKENS = 1_024
 """So many prompt tokens of a tenant in one step make its debt. Fewer take about as long as a step of answers alone."""
 MOST_WAITING = 1_024
 """With more waiting requests none is held back: each step looks at all that are."""
+MOST_OWED_S = 60.0
+"""A tenant owes at most so much: long prompts that were not held back make debts, too."""
 
 
 class Debts:
@@ -37,6 +39,15 @@ class Debts:
         self._steps: deque[tuple[float, frozenset[str]]] = deque()
         """The steps that run, each with its begin and the tenants with long prompts in it."""
         self._ended_at = 0.0
+        self._seen_at = -1, -1
+        self._seen: frozenset[str] = frozenset()
+
+    def running(self, scheduler: Scheduler) -> frozenset[str]:
+        """The tenants of the running requests. Each of a thousand waiting requests may ask, so it is found once for
+        each step and each request that has begun in it."""
+        if (at := (scheduler.current_step, len(scheduler.running))) != self._seen_at:
+            self._seen_at, self._seen = at, frozenset(map(tenant_of, scheduler.running))
+        return self._seen
 
     def owes(self, tenant: str) -> bool:
         return tenant in self._owed
@@ -52,14 +63,14 @@ class Debts:
             return
         began_at, long = self._steps.popleft()
         now = self._clock()
-        seconds, self._ended_at = now - max(began_at, self._ended_at), now
+        seconds, passed, self._ended_at = now - max(began_at, self._ended_at), now - self._ended_at, now
         for tenant in [*self._owed]:
             if tenant not in long:
-                self._owed[tenant] -= seconds
+                self._owed[tenant] -= passed  # also of the time in which no step ran
                 if self._owed[tenant] <= 0:
                     del self._owed[tenant]
         for tenant in long:
-            self._owed[tenant] += seconds
+            self._owed[tenant] = min(self._owed[tenant] + seconds, MOST_OWED_S)
 
 
 def tenant_of(request: Request) -> str:
@@ -71,9 +82,13 @@ def tenant_of(request: Request) -> str:
     return name.rpartition("@")[0] or name
 
 
-def must_wait(debts: Debts, request: Request, running: Iterable[Request]) -> bool:
-    tenant = tenant_of(request)
-    return debts.owes(tenant) and any(tenant_of(other) != tenant for other in running)
+def prompt_tokens(output: Any, requests: Mapping[str, Request]) -> dict[str, int]:
+    """By tenant, the tokens of prompts in a step. An answer has one token in it, or those that were guessed."""
+    tokens: defaultdict[str, int] = defaultdict(int)
+    for request_id, count in output.num_scheduled_tokens.items():
+        if count > 1 and request_id not in output.scheduled_spec_decode_tokens:
+            tokens[tenant_of(requests[request_id])] += count
+    return tokens
 
 
 def take_turns() -> None:
@@ -84,11 +99,8 @@ def take_turns() -> None:
     def scheduled(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
         debts = _debts(self)
         output = schedule(self, *args, **kwargs)
-        tokens: defaultdict[str, int] = defaultdict(int)
-        for request_id, count in output.num_scheduled_tokens.items():
-            if count > 1:
-                tokens[tenant_of(self.requests[request_id])] += count
-        debts.begin(tokens)
+        tokens = prompt_tokens(output, self.requests)
+        debts.begin({tenant: count for tenant, count in tokens.items() if debts.running(self) - {tenant}})
         return output
 
     def updated(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +110,9 @@ def take_turns() -> None:
     def is_ready_now(self: Scheduler, request: Request) -> bool:
         if not is_ready(self, request):
             return False
-        return len(self.waiting) > MOST_WAITING or not must_wait(_debts(self), request, self.running)
+        debts, tenant = _debts(self), tenant_of(request)
+        must_wait = debts.owes(tenant) and bool(debts.running(self) - {tenant})
+        return len(self.waiting) > MOST_WAITING or not must_wait
 
     Scheduler.schedule = scheduled  # type: ignore[method-assign]
     Scheduler.update_from_output = updated  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +84,39 @@ def test_a_debt_holds_nothing_back_where_no_answer_runs(turns: Turns) -> None:
     for number in range(3):
         turns.ask(f"long {number}", "a@1", 240, tokens=1)
     assert turns.steps(3) == [{"long 0"}, {"long 1"}, {"long 2"}]
+
+
+def test_prompts_that_ran_alone_are_not_owed_to_tenants_that_come_later(turns: Turns) -> None:
+    for number in range(3):
+        turns.ask(f"long {number}", "a@1", 240, tokens=1)
+    turns.steps(3)
+    turns.ask("answer", "b@1", 10, tokens=40)
+    turns.steps(1)
+    turns.ask("long 3", "a@1", 240)
+    assert turns.steps(1) == [{"long 3"}]
+
+
+def test_guessed_tokens_of_answers_are_no_prompt() -> None:
+    """A hundred answers of four tokens in each step would otherwise owe for ever."""
+    params = SamplingParams(max_tokens=1)
+    requests = {name: Request(name, [1], params, None) for name in ("guessed", "prompt")}
+    output = SimpleNamespace(
+        num_scheduled_tokens={"guessed": 4, "prompt": 40}, scheduled_spec_decode_tokens={"guessed": [1, 2, 3]}
+    )
+    assert prefills.prompt_tokens(output, requests) == {"": 40}
+
+
+def test_a_debt_is_bounded_and_paid_while_nothing_runs() -> None:
+    now = 100.0
+    debts = Debts(lambda: now)
+    debts.begin({"a": prefills.LONG_TOKENS})
+    now += 2 * prefills.MOST_OWED_S
+    debts.end()
+    assert debts.owes("a")
+    now += prefills.MOST_OWED_S
+    debts.begin({})
+    debts.end()
+    assert not debts.owes("a")
 
 
 def test_a_debt_is_of_its_tenant_alone(turns: Turns) -> None:
