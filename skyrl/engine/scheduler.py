@@ -265,8 +265,9 @@ class Scheduler:
 
     def take_before(self, running: Sequence[Command]) -> list[Command]:
         """What goes before the rest of `running`, passes that have begun: the passes up to the budget, or the optimizer
-        step, of the tenant that is next. Only if this tenant's step ends with less than the steps of `running`, which
-        count as a whole. Nothing of their own tenants does."""
+        step, of the tenant that is next. Only if this tenant's step ends with less than the steps of `running`: their
+        passes count as a whole, and the rest of their steps as at most STEP_SHARES shares. Nothing of their own
+        tenants does."""
         tenants = {command.tenant for command in running}
         heads = {model_id: head for model_id in self._queues if (head := self._runnable_head(model_id)) is not None}
         candidates = [m for m, head in heads.items() if _may_interrupt(head) and head.tenant not in tenants]
@@ -279,7 +280,8 @@ class Scheduler:
     def _cost_of_begun(self, command: Command) -> int:
         """What a tenant will have had when the step of this pass has ended."""
         queue = None if command.model_id is None else self._queues.get(command.model_id)
-        return self._tenants.amount(command.tenant) + (0 if queue is None else queue.step_size)
+        rest = 0 if queue is None else min(queue.step_size, STEP_SHARES * self.budget)
+        return self._tenants.amount(command.tenant) + rest
 
     def _in_order(self, heads: Mapping[str, Command]) -> Iterator[str]:
         """The model that is next, again and again until `heads` is empty. `heads` has each model's next command. For

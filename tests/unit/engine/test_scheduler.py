@@ -547,6 +547,21 @@ def test_a_small_step_runs_within_a_long_pass_until_its_tenant_has_had_as_much()
     assert 100_000 - 10_000 <= done <= 100_000 + EXCLUSIVE_COST
 
 
+def test_the_rest_of_a_long_step_puts_its_pass_off_for_no_more_than_the_shares_of_a_step() -> None:
+    passes = [command("long", number, size=1_000, tenant="long") for number in range(200)]
+    queue = scheduler(*passes, budget=1_000)
+    running = begun(queue)
+    done = 0
+    for number in range(0, 300, 2):
+        for added in step("small", 1, size=500, first=number):
+            queue.add(added)
+        while taken := queue.take_before(running):
+            queue.finish(taken)
+            done += sum(map(cost_of, taken))
+    charged = sum(map(cost_of, running))
+    assert charged <= done <= charged + STEP_SHARES * queue.budget + EXCLUSIVE_COST
+
+
 def test_a_step_runs_within_a_pass_whole_and_one_command_after_the_other() -> None:
     queue = scheduler(command("long", 0, size=100_000, tenant="long"), budget=250)
     running = begun(queue)
