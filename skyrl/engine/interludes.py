@@ -21,6 +21,9 @@ from skyrl.engine.threads import EngineSignals, EngineThreads
 
 ASK_AFTER_S = 0.05
 """The scheduler is asked at most so often. The question takes 0.2 ms."""
+MOST_S = 120.0
+"""So long other steps may run within the same passes. Sessions end, models are made and commands that never arrived are
+given up between two turns."""
 DEEPEST = 3
 """So many passes may be interrupted at a time, each by a smaller step. Each keeps its gradient and its bodies."""
 
@@ -37,7 +40,8 @@ class Interrupted:
     @property
     def is_due(self) -> bool:
         """Whether the scheduler may be asked again."""
-        return self._error is None and time.perf_counter() >= self._asked_at + ASK_AFTER_S
+        may_wait = self._error is None and self.seconds < MOST_S
+        return may_wait and time.perf_counter() >= self._asked_at + ASK_AFTER_S
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -83,13 +87,15 @@ class Interludes:
         if not self._running or len(self._running) > DEEPEST or not (running := self._running[-1]).is_due:
             return
         with running.paused():
-            taken = self._threads.wait_for_loop(self._next(running.commands, ()))
+            until = time.perf_counter() + MOST_S - running.seconds
+            taken = self._threads.wait_for_loop(self._next(running.commands, (), until))
             while taken:
                 self.run(taken)
-                taken = self._threads.wait_for_loop(self._next(running.commands, taken))
+                taken = self._threads.wait_for_loop(self._next(running.commands, taken, until))
 
-    async def _next(self, running: Sequence[Command], ended: Sequence[Command]) -> list[Command]:
+    async def _next(self, running: Sequence[Command], ended: Sequence[Command], until: float) -> list[Command]:
         if ended:
             self._scheduler.finish(ended)
             self._signals.wake()  # the model's next command may be a save
-        return [] if self._signals.is_stopped else self._scheduler.take_before(running)
+        is_over = self._signals.is_stopped or time.perf_counter() >= until
+        return [] if is_over else self._scheduler.take_before(running)

@@ -267,15 +267,17 @@ class Scheduler:
         """What goes before the rest of `running`, passes that have begun: the passes up to the budget, or the optimizer
         step, of the tenant that is next. Only if this tenant's step ends with less than the steps of `running`: their
         passes count as a whole, and the rest of their steps as at most STEP_SHARES shares. Nothing of their own
-        tenants does."""
+        tenants does, and nothing at all if samples wait, or if what is next must wait for the turn to end."""
         tenants = {command.tenant for command in running}
         heads = {model_id: head for model_id in self._queues if (head := self._runnable_head(model_id)) is not None}
-        candidates = [m for m, head in heads.items() if _may_interrupt(head) and head.tenant not in tenants]
-        order = [self._cost_at_end(heads[model_id].tenant, [model_id]) for model_id in candidates]
-        if not order or min(order)[0] >= min(self._cost_of_begun(command) for command in running):
+        others = [m for m, head in heads.items() if head.kind not in FILE_COMMANDS and head.tenant not in tenants]
+        order = [self._cost_at_end(heads[model_id].tenant, [model_id]) for model_id in others]
+        if self._samples_wait or not order or min(order)[0] >= min(map(self._cost_of_begun, running)):
             return []
-        model_id = min(order)[2]
-        return self.take_passes([model_id]) if heads[model_id].is_pass else self.take_exclusive([model_id])
+        head = heads[model_id := min(order)[2]]
+        if not _may_interrupt(head):
+            return []
+        return self.take_passes([model_id]) if head.is_pass else self.take_exclusive([model_id])
 
     def _cost_of_begun(self, command: Command) -> int:
         """What a tenant will have had when the step of this pass has ended."""
@@ -386,11 +388,14 @@ class Scheduler:
         return max(max(queued, default=0), self._samples.last_row, running, self._delayed.last_row)
 
     @property
+    def _samples_wait(self) -> bool:
+        return bool(self._samples) and not self._samples_held
+
+    @property
     def has_work(self) -> bool:
         """Whether a turn would run any command. Saves and loads do not count: they run outside of turns."""
         heads = (self._runnable_head(model_id) for model_id in self._queues)
-        samples = bool(self._samples) and not self._samples_held
-        return samples or any(head is not None and head.kind not in FILE_COMMANDS for head in heads)
+        return self._samples_wait or any(head is not None and head.kind not in FILE_COMMANDS for head in heads)
 
     @property
     def oldest(self) -> float | None:

@@ -84,6 +84,24 @@ async def test_a_small_step_runs_within_a_long_pass_and_changes_no_bit_of_either
     ]
 
 
+async def test_a_pass_is_put_off_for_so_long_only(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interludes, "MOST_S", 1e-9)
+    ended: list[str] = []
+    settle = harness.parts.settlement.settle
+
+    def settled(outcomes: list, *rest: object, **options: object) -> None:
+        ended.extend(request_id for request_id, _ in outcomes)
+        settle(outcomes, *rest, **options)
+
+    harness.parts.settlement.settle = settled  # type: ignore[method-assign,assignment]
+    pair = await Pair.create(harness)
+    ended.clear()
+    long, small = await pair.send(harness)
+    await pair.long.result(long[-1])
+    await pair.small.result(small[-1])
+    assert ended.index(long[0]) < ended.index(small[0])
+
+
 async def test_an_engine_that_dies_within_an_interrupted_pass_changes_no_bit(harness: Harness) -> None:
     alone = await Pair.create(harness)
     for trainer, lengths, seed in ((alone.long, LONG, 1), (alone.small, [9], 2)):

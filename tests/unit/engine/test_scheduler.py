@@ -600,6 +600,19 @@ def test_only_passes_and_optimizer_steps_run_within_a_pass() -> None:
         assert bool(queue.take_before(running)) is (kind in {*PASSES, Kind.OPTIM_STEP})
 
 
+def test_a_pass_is_not_put_off_by_others_while_what_is_next_waits_for_its_turn_to_end() -> None:
+    queue = scheduler(command("long", 0, size=100_000, tenant="long"), budget=1_000)
+    running = begun(queue)
+    queue.add(command("new", 0, Kind.CREATE_MODEL, tenant="new"))
+    queue.add(command("small", 0, size=500, tenant="small"))
+    assert queue.take_before(running) == []
+    queue.close_model("new")
+    queue.add(sample("other"))
+    assert queue.take_before(running) == []
+    queue.hold_samples(True)
+    assert [taken.model_id for taken in queue.take_before(running)] == ["small"]
+
+
 def test_no_suspect_runs_within_a_pass_and_nothing_within_a_suspect() -> None:
     for suspect in ("long", "small"):
         long, small = command("long", 0, size=100_000, tenant="long"), command("small", 0, tenant="small")
