@@ -38,13 +38,13 @@ class AdapterMissing(Exception):
 
 
 class AdapterLost(AdapterMissing):
-    """The version was in memory alone when the machine lost its power."""
+    """The version was in memory alone when the machine lost its power, or its container ended."""
 
     def __init__(self, adapter: AdapterVersion) -> None:
         super().__init__(adapter)
         self.sentence = (
-            f"the weights {adapter.name} are lost: the server's machine lost its power before they were on its disk. "
-            "Save the weights again"
+            f"the weights {adapter.name} are lost: the server's machine lost its power, or its container was killed, "
+            "before they were on its disk. Save the weights again"
         )
 
 

@@ -4,13 +4,15 @@ The files of a held version are in a tmpfs, which outlives every process. The ve
 directory has a symbolic link for each file, at the path where the file will be: whoever reads the version sees no
 difference, and its path never changes. Once the files are on the disk, each takes the place of its link, and the
 memory is free again. A process that dies loses nothing: the engine's next start finds the memory and copies it. A loss
-of power leaves links that lead nowhere, or no directory at all.
+of power leaves links that lead nowhere, or no directory at all. So does the end of a container that has a tmpfs of its
+own.
 
 Knows directories and bytes. Knows no rows, and does not decide which versions may be held.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -32,8 +34,8 @@ PART_OF_FREE = 4
 """All held versions take at most one part in so many of what is free in the tmpfs."""
 LEFT_S = 86_400.0
 _OWNER = "state-dir"
-"""The file in the memory's directory that has the path of the state directory. No link: nothing that walks through the
-memory must come to the state directory."""
+"""The file in the memory's directory that has the path of the state directory, and what is there. No link: nothing that
+walks through the memory must come to the state directory."""
 
 
 ON_ITS_WAY_S = 10.0
@@ -61,7 +63,8 @@ class HeldVersions:
     def __init__(self, state_dir: Path, role: str = "", tmpfs: Path | None = SHARED_MEMORY) -> None:
         self._state_dir = state_dir
         self._tmpfs = tmpfs if tmpfs is not None and tmpfs.is_dir() else None
-        name = hashlib.sha256(f"{state_dir.resolve()}:{role}".encode()).hexdigest()[:16]
+        self._owner = _owner_at(state_dir.resolve())
+        name = hashlib.sha256(f"{self._owner}:{role}".encode()).hexdigest()[:16]
         self._memory = (tmpfs or SHARED_MEMORY) / f"{_prefix()}{name}"
         self._lock = threading.Lock()
         self._bytes: dict[Path, int] = {}
@@ -79,9 +82,13 @@ class HeldVersions:
         try:
             write(held)
             scratch = make_scratch(directory.parent)
-            for file in held.iterdir():
-                (scratch / file.name).symlink_to(file)
-            scratch.rename(directory)
+            try:
+                for file in held.iterdir():
+                    (scratch / file.name).symlink_to(file)
+                scratch.rename(directory)
+            except BaseException:
+                shutil.rmtree(scratch, ignore_errors=True)
+                raise
             return sizes_of(held)
         except Exception as error:  # the save to the disk will say what is wrong with the save itself
             logger.warning("%s is not held in memory: %s", directory, error)
@@ -113,8 +120,9 @@ class HeldVersions:
         if self._tmpfs is None:
             return
         for memory in self._tmpfs.glob(f"{_prefix()}*"):
-            if _is_left(memory):
-                shutil.rmtree(memory, ignore_errors=True)
+            with contextlib.suppress(OSError):  # its server has freed it meanwhile
+                if _is_left(memory):
+                    shutil.rmtree(memory, ignore_errors=True)
         for held in sorted(self._memory.glob("adapters/*/*")) if _is_own(self._memory) else ():
             try:
                 self.copy(self._state_dir / held.relative_to(self._memory))
@@ -131,11 +139,11 @@ class HeldVersions:
                 room = min(MOST_BYTES, space.f_bavail * space.f_frsize // PART_OF_FREE)
                 if sum(self._bytes.values()) + most_bytes > room:
                     return False
-                if not self._memory.exists():
-                    self._memory.mkdir(mode=0o700)
-                    (self._memory / _OWNER).write_text(str(self._state_dir.resolve()))
+                self._memory.mkdir(mode=0o700, exist_ok=True)
                 if not _is_own(self._memory):
                     raise PermissionError(f"{self._memory} is not this user's alone")
+                if not (self._memory / _OWNER).exists():
+                    (self._memory / _OWNER).write_text(self._owner)
                 held.mkdir(parents=True)
             except OSError as error:
                 logger.warning("versions are not held in memory: %s", error)
@@ -163,28 +171,40 @@ def _put_on_disk(directory: Path) -> None:
     """Replace a directory's links by the files that they lead to, synced. Raises OSError, FileNotFoundError if the
     directory is deleted meanwhile."""
     links = [path for path in directory.iterdir() if path.is_symlink()]
-    if not links:
-        return
-    scratch = make_scratch(directory.parent)
+    if links:
+        scratch = make_scratch(directory.parent)
+        try:
+            for link in links:
+                shutil.copyfile(link, scratch / link.name)
+                sync(scratch / link.name)
+            for link in links:
+                (scratch / link.name).rename(link)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    sync(directory)  # also if a process that died has replaced the last link
+    sync(directory.parent)
+
+
+def _owner_at(path: Path) -> str:
+    """The path of a state directory, and which directory it is: containers with one tmpfs may each have another one at
+    the same path."""
     try:
-        for link in links:
-            shutil.copyfile(link, scratch / link.name)
-            sync(scratch / link.name)
-        for link in links:
-            (scratch / link.name).rename(link)
-        sync(directory)
-        sync(directory.parent)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        found = path.stat()
+    except FileNotFoundError:
+        return str(path)
+    return f"{path}\n{found.st_dev}:{found.st_ino}"
 
 
 def _is_left(memory: Path) -> bool:
-    """Whether this user's memory belongs to a state directory that is gone for so long that its disk is not just
-    away."""
-    if not _is_own(memory) or memory.stat().st_mtime > time.time() - LEFT_S:
+    """Whether this user's memory belongs to a state directory that is not at its path, and has not changed for so long
+    that its disk is not just away, and no server in another container uses it. Raises OSError."""
+    if not _is_own(memory):
         return False
-    owner = memory / _OWNER
-    return owner.is_file() and not Path(owner.read_text()).is_dir()
+    owner = (memory / _OWNER).read_text()
+    path = Path(owner.partition("\n")[0])
+    if path.is_dir() and _owner_at(path) == owner:
+        return False
+    return max(each.lstat().st_mtime for each in (memory, *memory.rglob("*"))) < time.time() - LEFT_S
 
 
 def _prefix() -> str:

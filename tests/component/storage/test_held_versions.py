@@ -213,4 +213,47 @@ def test_the_memory_of_a_state_directory_that_is_gone_is_freed(state: Path, vers
     assert left_in(memory), "its disk may be away"
     os.utime(memory, (0, 0))
     HeldVersions(other).copy_all()
+    assert left_in(memory), "its server, in another container, has just written it"
+    for path in (memory, *memory.rglob("*")):
+        os.utime(path, (0, 0))
+    HeldVersions(other).copy_all()
     assert not memory.exists()
+
+
+def test_another_state_directory_at_the_same_path_has_memory_of_its_own(
+    state: Path, version: Path, memory: Path
+) -> None:
+    """Two containers with one tmpfs: neither may free what the other holds."""
+    assert HeldVersions(state).write(version, MOST_BYTES, write) is not None
+    state.rename(state.with_name("in another container"))
+    state.mkdir()
+    HeldVersions(state).copy_all()
+    assert left_in(memory)
+
+
+def test_what_a_process_replaced_and_did_not_sync_is_synced_before_its_memory_is_free(
+    state: Path, version: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldVersions(state)
+    assert held.write(version, MOST_BYTES, write) is not None
+    for link in [*version.iterdir()]:
+        content = link.read_bytes()
+        link.unlink()
+        link.write_bytes(content)
+    synced: list[tuple[Path, bool]] = []
+    monkeypatch.setattr(module, "sync", lambda path: synced.append((path, memory.exists())))
+    held.copy(version)
+    assert synced == [(version, True), (version.parent, True)]
+    assert not memory.exists()
+
+
+def test_links_that_cannot_be_made_leave_no_half_written_directory(
+    state: Path, version: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "symlink_to", full)
+    assert HeldVersions(state).write(version, MOST_BYTES, write) is None
+    assert list(version.parent.iterdir()) == []
+    assert left_in(memory) == []
