@@ -91,6 +91,17 @@ def prompt_tokens(output: Any, requests: Mapping[str, Request]) -> dict[str, int
     return tokens
 
 
+def is_computed(scheduler: Scheduler, request: Request) -> bool:
+    """Whether the cache has the last full block of a prompt, as of a sample of which another one has begun. Such a
+    prompt takes no longer than an answer."""
+    manager = scheduler.kv_cache_manager
+    last = (request.num_tokens - 1) // manager.block_pool.hash_block_size
+    if not 0 < last <= len(request.block_hashes) or not manager.prefix_cache_lookup_enabled(request):
+        return False
+    groups = [*range(len(manager.coordinator.single_type_managers))]
+    return manager.block_pool.get_cached_block(request.block_hashes[last - 1], groups) is not None
+
+
 def take_turns() -> None:
     """Hold prompts of tenants with a debt back while answers of other tenants run."""
     schedule, update = Scheduler.schedule, Scheduler.update_from_output
@@ -111,7 +122,7 @@ def take_turns() -> None:
         if not is_ready(self, request):
             return False
         debts, tenant = _debts(self), tenant_of(request)
-        must_wait = debts.owes(tenant) and bool(debts.running(self) - {tenant})
+        must_wait = debts.owes(tenant) and bool(debts.running(self) - {tenant}) and not is_computed(self, request)
         return len(self.waiting) > MOST_WAITING or not must_wait
 
     Scheduler.schedule = scheduled  # type: ignore[method-assign]

@@ -39,10 +39,11 @@ class Turns(World):
         self.now = 0.0
         self.scheduler.skyrl_debts = Debts(lambda: self.now)  # type: ignore[attr-defined]
 
-    def ask(self, name: str, adapter: str | None, prompt: int, tokens: int = 8) -> None:
+    def ask(self, name: str, adapter: str | None, prompt: int, tokens: int = 8, of: str = "") -> None:
+        """`of`: another request with the same prompt."""
         lora = None if adapter is None else LoRARequest(adapter, 1 + sum(map(ord, adapter)), "/nowhere")
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        first = 1 + sum(map(ord, name))  # so that no prompt is in the cache
+        first = 1 + sum(map(ord, of or name))  # so that no prompt is in the cache
         ids = [first] + [number % 500 for number in range(prompt - 1)]
         self.scheduler.add_request(Request(name, ids, params, None, lora_request=lora, block_hasher=self._hasher))
 
@@ -70,6 +71,16 @@ def test_long_prompts_take_every_other_second_from_the_answers_of_another_tenant
         turns.ask(f"long {number}", "a@1", 240)
     expected = [{"long 0"}, *[set()] * 5, {"long 1"}, *[set()] * 5, {"long 2"}]
     assert turns.steps(13) == expected
+
+
+def test_the_other_samples_of_a_prompt_do_not_wait_once_it_is_computed(turns: Turns) -> None:
+    turns.ask("answer", "b@1", 10, tokens=40)
+    turns.steps(1)
+    for name in ("long", "same"):
+        turns.ask(name, "a@1", 240, of="long")
+    turns.ask("other", "a@1", 240)
+    assert turns.steps(7) == [{"long"}, set(), *[set()] * 4, {"other"}]
+    assert turns.scheduler.requests["same"].num_output_tokens == 6
 
 
 def test_nobody_waits_for_answers_of_the_own_tenant(turns: Turns) -> None:
