@@ -84,7 +84,7 @@ class Side:
         environment = os.environ | {"PYTHONPATH": str(root)}
         log = stack.enter_context((state / "vllm.log").open("w"))
         self._vllm = subprocess.Popen(
-            dies_with_parent(spec.argv), env=environment | spec.env, cwd=root, stdout=log, stderr=log
+            dies_with_parent(spec.argv), env=environment | dict(spec.env), cwd=root, stdout=log, stderr=log
         )
         stack.callback(self._vllm.wait)
         stack.callback(self._vllm.terminate)
@@ -188,7 +188,7 @@ def main() -> None:
             for name, most in settings:
                 figures = {key: median(each[key] for each in found[name, most]) for key in found[name, most][0]}
                 what = f"{name}, all at once" if most == ALL_AT_ONCE else f"fixed, {most}"
-                rows.append({"load": kind, "admitted": what} | figures)
+                rows.append({"load": kind, "admitted": what, **figures})
                 print(rows[-1], flush=True)
     cells = [[number(each) if isinstance(each, float) else str(each) for each in row.values()] for row in rows]
     print(aligned([list(rows[0]), *cells]))

@@ -310,7 +310,7 @@ async def test_nothing_begins_after_the_end() -> None:
 
 
 def held(database: Database) -> bool:
-    return ADAPTER in database.read(lambda c: adapter_versions.held(c, adapter_uses.time.time()))
+    return ADAPTER in database.read(lambda c: adapter_versions.held(c, adapter_uses.time.time(), [ADAPTER]))
 
 
 async def test_an_adapter_stays_while_a_request_runs_although_its_checkpoint_was_deleted(

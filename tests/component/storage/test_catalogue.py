@@ -20,7 +20,7 @@ from skyrl.base.wire.paths import parse_path
 from skyrl.engine import sweeping
 from skyrl.engine.sweeping import FileSweeper
 from skyrl.storage.checkpoint_store.registry import open_store
-from skyrl.storage.db import adapter_versions, quotas, retention, runs, session_ends, usage
+from skyrl.storage.db import adapter_versions, quotas, retention, runs, session_ends, usage_report
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.checkpoint_search import CheckpointQuery, CheckpointSearch
 from skyrl.storage.db.checkpoints import Checkpoints, Seen, checkpoints
@@ -115,7 +115,7 @@ async def test_lists_searches_and_the_page_read_no_large_table_whole(
         lambda c: runs.runs_of(c, TENANT, 100),
         lambda c: runs.open_samplers(c, TENANT, 50),
         lambda c: runs.pending_of(c, TENANT, 200),
-        lambda c: usage.report(c, *usage.last_days(7), tenant=TENANT),
+        lambda c: usage_report.report(c, *usage_report.last_days(7), tenant=TENANT),
         lambda c: quotas.living_samplers(c, TENANT),
         lambda c: adapter_versions.in_use(c, time.time() - 600, 8),
         lambda c: adapter_versions.closed(c, time.time() - 600, 8),
@@ -254,13 +254,9 @@ async def test_pages_go_through_thousands_of_checkpoints_each_once(
     visible = sorted((n for n in range(1, 12_001) if n % 2 or n % 4 == 0), key=lambda n: (n // 100, n), reverse=True)
     seen, after = Seen(published=True), None
     found: list[int] = []
-    while True:
-        query = CheckpointQuery(seen, after=after)
-        page, more = await CheckpointSearch(database).page(TENANT, query, 1_500)
-        found += [each.row for each in page]
-        after = (page[-1].created_us, page[-1].row)
-        if not more:
-            break
+    while after is not None or not found:
+        page, after = await CheckpointSearch(database).page(TENANT, CheckpointQuery(seen, after=after), 1_500)
+        found += [int(each.store_key.partition("/")[2]) for each in page]
     assert found == visible
     page, total = await Checkpoints(database, writer).page(TENANT, 50, 6_000, seen)
     assert total == len(visible)

@@ -175,7 +175,7 @@ def test_a_prompt_that_other_samples_hold_is_not_counted_as_given_back(config: V
     cache.step()
     assert cache.headroom._tell(first) == (FIRST_LENGTH - 1, 101)
     twin = cache.add(50, prompt=100)
-    twin.prompt_token_ids[:] = first.prompt_token_ids
+    twin.prompt_token_ids = first.prompt_token_ids
     twin.block_hashes = first.block_hashes[:]
     cache.step()
     assert cache.headroom._tell(first) == (FIRST_LENGTH - 2, 2)
