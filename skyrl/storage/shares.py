@@ -119,6 +119,8 @@ class DiskShares:
         self._leave(tenant, size, SESSIONS_S)
 
     def _leave(self, tenant: str, size: int, after_s: float) -> None:
+        if math.isinf(after_s):  # kept for ever
+            return
         step = after_s / STEPS
         at = (math.floor((self._clock() + after_s) / step) + 1) * step
         if at not in self._leaving:

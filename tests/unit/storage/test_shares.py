@@ -74,6 +74,17 @@ def test_a_pending_request_counts_and_an_ended_one_until_it_is_deleted(world: Wo
     assert world.shares.held("a") == 0
 
 
+def test_results_that_are_kept_for_ever_count_for_ever(world: World) -> None:
+    """`result_retention_s = inf` keeps them."""
+    held = DiskShares(requests_s=float("inf"), agents_s=float("inf"), clock=lambda: world.now)
+    held.hold("a", 1000)
+    held.ended("a", held=1000, kept=300)
+    held.keep_agents("a", 5)
+    world.now += 1e9
+    held.check("a")
+    assert held.held("a") == 305
+
+
 def test_each_kind_of_row_counts_for_its_own_time(world: World) -> None:
     world.shares.keep_agents("a", 1)
     world.shares.keep_session("a", 10)
