@@ -274,8 +274,9 @@ class AgentSessions:
 
     async def reward(self, session_id: str, tenant: str, reward: float) -> bool:
         """Give a session its reward, in place of an earlier one. The first one also counts for the open step of the
-        run whose weights it has. False if the tenant has no such session."""
-        own = and_(sessions.c.id == session_id, sessions.c.tenant == tenant)
+        run whose weights it has, if that is the tenant's own. False if the tenant has no such session."""
+        found = sessions.c.ended_at.is_distinct_from(DELETED)
+        own = and_(sessions.c.id == session_id, sessions.c.tenant == tenant, found)
         before = select(sessions.c.weights, sessions.c.reward).where(own)
 
         def change(connection: Connection) -> bool:
@@ -284,7 +285,7 @@ class AgentSessions:
                 return False
             connection.execute(update(sessions).where(own).values(reward=reward))
             if row.reward is None and not isinstance(row.weights, BaseWeights):
-                add_reward(connection, row.weights.model_id, reward)
+                add_reward(connection, row.weights.model_id, tenant, reward)
             return True
 
         return await self._writer.transact(change)

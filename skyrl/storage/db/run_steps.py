@@ -132,11 +132,13 @@ in which several API processes have samples of the run in flight counts once: at
 was added."""
 
 
-def _add(connection: Connection, added: Mapping[str, dict[str, Any]]) -> None:
-    """Add to the open steps, by model id: in one order, so that two writers cannot deadlock."""
-    nothing = {"tenant": None, "at": time.time()} | _NONE
-    if added:
-        connection.execute(_ADD, [nothing | {"model_id": model_id} | added[model_id] for model_id in sorted(added)])
+def _add(connection: Connection, added: Mapping[tuple[str, str | None], dict[str, Any]]) -> None:
+    """Add to the open steps, by model id, and by tenant if only its own models count: in one order, so that two writers
+    cannot deadlock, and in one statement, because thousands of runs may have samples in a second."""
+    nothing = {"at": time.time()} | _NONE
+    runs = sorted(added, key=lambda run: run[0])
+    if runs:
+        connection.execute(_ADD, [nothing | {"model_id": run[0], "tenant": run[1]} | added[run] for run in runs])
 
 
 def add_passes(
@@ -149,26 +151,25 @@ def add_passes(
     spent = {
         model_id: Spent(share, (waits or {}).get(model_id, 0.0) + busy_s - share) for model_id, share in shares.items()
     }
-    _add(connection, {model_id: asdict(sums) | asdict(spent[model_id]) for model_id, sums in trained.items()})
+    _add(connection, {(model_id, None): asdict(sums) | asdict(spent[model_id]) for model_id, sums in trained.items()})
 
 
 def add_samples(connection: Connection, sampled: Mapping[Tenanted, SampledSums]) -> None:
     """Add samples, by model and tenant. Those of another tenant than the model's are left out: a run shows nothing of
     who samples from its published checkpoints."""
-    for model_id, tenant in sorted(sampled):
-        sums = sampled[model_id, tenant]
-        _add(connection, {model_id: {"tenant": tenant} | asdict(sums)})
+    _add(connection, {(model_id, tenant): asdict(sums) for (model_id, tenant), sums in sampled.items()})
 
 
-def add_reward(connection: Connection, model_id: str, reward: float) -> None:
-    """Add the reward of an agent's session with the model's weights."""
+def add_reward(connection: Connection, model_id: str, tenant: str, reward: float) -> None:
+    """Add the reward that a tenant gave its agent's session with the model's weights. That of another tenant than the
+    model's is left out, as its samples are."""
     if abs(reward) <= MAX_SUM:
-        _add(connection, {model_id: {"reward_sum": reward, "rewards": 1}})
+        _add(connection, {(model_id, tenant): {"reward_sum": reward, "rewards": 1}})
 
 
 def add_save(model_id: str, spent: Spent) -> Change:
     """A change that adds the time of a save or a load."""
-    return lambda connection: _add(connection, {model_id: asdict(spent)})
+    return lambda connection: _add(connection, {(model_id, None): asdict(spent)})
 
 
 def end_step(model_id: str, busy_s: float, learning_rate: float | None = None, wait_s: float = 0.0) -> Change:
@@ -177,7 +178,7 @@ def end_step(model_id: str, busy_s: float, learning_rate: float | None = None, w
 
     def change(connection: Connection) -> None:
         now = time.time()
-        _add(connection, {model_id: asdict(Spent(busy_s, wait_s))})
+        _add(connection, {(model_id, None): asdict(Spent(busy_s, wait_s))})
         number = connection.execute(
             update(_models).where(_models.c.id == model_id).values(steps=_models.c.steps + 1).returning(_models.c.steps)
         ).scalar_one()

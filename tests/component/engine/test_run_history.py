@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engine_harness import Harness, Trainer, data
-from sqlalchemy import func, select, update
+from sqlalchemy import event, func, select, update
 
 from skyrl.base.types.requests import Kind
 from skyrl.base.types.weights import LoraSpec
@@ -295,6 +295,20 @@ async def test_a_step_has_the_samples_of_its_tenant_and_the_time_of_two_processe
     assert database.read(lambda c: newest_steps(c, run, 1)) == [second]
 
 
+async def test_samples_of_many_runs_are_added_by_one_statement(
+    database: Database, writer: GroupCommitWriter, run: str
+) -> None:
+    """The write lock is held meanwhile, every second."""
+    sent: list[str] = []
+    event.listen(database.writer, "before_cursor_execute", lambda *call: sent.append(call[2]))
+    one = SampledSums(samples=1)
+    others = {(f"another-{number}", "tenant"): one for number in range(100)}
+    await writer.transact(lambda c: add_samples(c, {(run, "tenant"): one} | others))
+    assert len([statement for statement in sent if "run_steps" in statement]) == 1
+    await writer.transact(lambda c: train(c, run, 1))
+    assert [step.samples for step in database.read(lambda c: history(c, run))] == [1]
+
+
 @ON_BOTH
 async def test_a_step_has_the_mean_of_its_rewards_and_its_wall_time(
     database: Database, writer: GroupCommitWriter, run: str
@@ -302,8 +316,8 @@ async def test_a_step_has_the_mean_of_its_rewards_and_its_wall_time(
     def change(connection: Connection) -> None:
         add_passes(connection, {run: StepSums.of_pass(8, {}, [1.0, 0.0, 0.5])}, 0.5)
         add_passes(connection, {run: StepSums.of_pass(8, {}, [math.inf])}, 0.5)
-        add_reward(connection, run, 1.0)
-        add_reward(connection, run, 1e300)
+        for tenant, reward in (("tenant", 1.0), ("tenant", 1e300), ("other", 1.0)):
+            add_reward(connection, run, tenant, reward)
         end_step(run, 0.25)(connection)
         end_step(run, 0.25)(connection)
 

@@ -17,12 +17,15 @@ from one_turn import LIMITS, NOW, session, turn
 from sqlalchemy import func, select, update
 
 from skyrl.base.types.agents import AgentTurn, VersionSpan
-from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.storage.db import agents as rows
 from skyrl.storage.db.agents import COMPRESSED_BYTES, AgentSessions, AgentTurns, Counts, turns
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import DatabaseError
+from skyrl.storage.db.models import Model, add_model
 from skyrl.storage.db.retention import Retention
+from skyrl.storage.db.run_steps import end_step, history
+from skyrl.storage.db.sessions import Sessions
 from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_BOTH
 
@@ -91,6 +94,24 @@ async def test_only_its_tenant_rewards_a_session_also_after_its_end(sessions: Ag
     found = await sessions.find("a")
     assert found is not None
     assert found.reward == -0.25
+
+
+async def test_a_reward_counts_for_a_run_of_its_tenant_alone_and_not_after_the_session_was_deleted(
+    database: Database, writer: GroupCommitWriter, sessions: AgentSessions
+) -> None:
+    """Another tenant may have its agents use the run's published checkpoint."""
+    training = await Sessions(database, writer).create("one", [], None, "")
+    run = Model(f"{training.id}:train:0", training.id, "one", "tiny", LoraSpec(4, 32.0, 1), None)
+    await writer.transact(add_model(run, 0))
+    weights = AdapterVersion.of(run.id, 1)
+    for id_, tenant, reward in (("a", "one", 0.25), ("b", "two", -9.0), ("c", "one", 7.0)):
+        await sessions.create(session(id_, tenant=tenant, weights=weights), 9)
+        if id_ == "c":
+            await sessions.end("c", "called", NOW)
+            await sessions.delete("c")
+        assert await sessions.reward(id_, tenant, reward) == (id_ != "c")
+    await writer.transact(end_step(run.id, 0.0))
+    assert [step.reward for step in database.read(lambda c: history(c, run.id))] == [0.25]
 
 
 async def test_a_page_has_the_tenants_newest_sessions_and_the_sums_of_their_turns(
