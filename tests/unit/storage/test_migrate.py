@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import inspect, text
+from sqlalchemy import insert, inspect, text
 from sqlmodel import SQLModel
 
 from alembic import command
 from skyrl.base.config.server import ConfigError
-from skyrl.base.types.weights import AdapterVersion
+from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.storage.db import migrate as migrations
 from skyrl.storage.db import tables  # noqa: F401  (registers the tables)
 from skyrl.storage.db.adapter_versions import held
@@ -21,6 +21,10 @@ from skyrl.storage.db.checkpoints import store_key_of
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.maintenance import problems
 from skyrl.storage.db.migrate import DatabaseAway, SchemaError, _config, migrate, newest_revision
+from skyrl.storage.db.models import Model, add_model
+from skyrl.storage.db.run_steps import SampledSums, StepSums, add_passes, add_samples, end_step, history
+from skyrl.storage.db.sessions import sessions
+from skyrl.storage.db.tables import SessionRow
 from tests.postgres_server import ON_BOTH, ON_POSTGRES, PostgresServer
 
 
@@ -45,6 +49,33 @@ def test_an_empty_database_gets_the_newest_schema(database: Database) -> None:
     migrate(database)
     assert revision(database) == newest_revision()
     assert table_names(database) == {*SQLModel.metadata.tables, "alembic_version"}
+    assert problems(database) == []
+
+
+@ON_BOTH
+def test_a_step_that_is_open_during_an_upgrade_goes_on_after_it(database: Database) -> None:
+    """Version 0.3 adds columns of the run's health, which old rows do not have."""
+    command.upgrade(_config(database.url), "0023")
+    times = {"created_at": 1.0, "heartbeat_at": 1.0}
+    session = SessionRow(id="s", tenant="one", tags=[], sdk_version="", status="active", **times)
+    database.write(lambda c: c.execute(insert(sessions), session.model_dump()))
+    database.write(add_model(Model("s:train:0", "s", "one", "tiny", LoraSpec(4, 32.0, 1), None), 0))
+    for row in (
+        "UPDATE models SET steps = 1",
+        "INSERT INTO run_steps (model_id, step, updated_at, ended_at, passes, tokens, busy_s, loss_sum, gap_sum, "
+        "gap_tokens, clipped_sum, clipped_tokens) VALUES ('s:train:0', 1, 5, 5, 1, 8, 2, 0, 0, 0, 0, 0), "
+        "('s:train:0', 2, 6, NULL, 1, 8, 1, 0, 0, 0, 0, 0)",
+    ):
+        database.write(lambda c, row=row: c.exec_driver_sql(row))
+    migrate(database)
+    run = "s:train:0"
+    database.write(lambda c: add_samples(c, {(run, "one"): SampledSums(samples=4, truncated=1)}))
+    database.write(lambda c: add_passes(c, {run: StepSums.of_pass(8, {})}, 0.5))
+    database.write(end_step(run, 0.25))
+    first, second = database.read(lambda c: history(c, run))
+    assert (first.busy_s, first.samples, first.truncated, first.wall_s, first.saves) == (2.0, 0, None, None, 0)
+    assert (second.passes, second.tokens, second.busy_s, second.truncated) == (2, 16, 1.75, 0.25)
+    assert second.wall_s == pytest.approx(second.ended_at - 5)
     assert problems(database) == []
 
 
