@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -352,9 +353,10 @@ class LiveSessions:
         return ends
 
     async def look_again(self, session_id: str) -> None:
-        """Another process may have ended a session: end its running turns here, and begin no others."""
+        """Another process may have ended a session, or deleted it: end its running turns here, and begin no others."""
         if await self._in_memory(session_id) is not None:
-            (await self._read(session_id)).stop_turns()
+            with suppress(OpenAIError):  # there is none any more
+                (await self._read(session_id)).stop_turns()
 
     async def why_ended(self, live: LiveSession) -> RequestError:
         """The refusal of a turn of a session that this or another process has ended."""
@@ -417,6 +419,9 @@ class LiveSessions:
     async def _load(self, session_id: str) -> LiveSession:
         session = await self._sessions.find(session_id)
         if session is None:
+            if (gone := self._live.pop(session_id, None)) is not None:
+                gone.session = replace(gone.session, ended_at=time.time(), end_reason="called")
+                gone.stop_turns()
             raise _unknown()
         live = self._live.get(session_id) or LiveSession(session, Tree(), 0)
         live.session = session
@@ -430,20 +435,15 @@ class LiveSessions:
 
 def over_budget(live: LiveSession, turns: int, tokens: int) -> RequestError:
     """The refusal of a request that adds `turns` and `tokens`, and of which not enough are left."""
-    return OpenAIError(
-        f"this agent session has {max(0, live.turns_left)} turns and {max(0, live.tokens_left)} tokens left; the "
-        f"request needs {turns} turns and {tokens} tokens before its answer",
-        status=403,
-        code="agent_session_limit",
-        final=True,
-    )
+    left = f"{max(0, live.turns_left)} turns and {max(0, live.tokens_left)} tokens left"
+    said = f"this agent session has {left}; the request needs {turns} turns and {tokens} tokens before its answer"
+    return OpenAIError(said, status=403, code="agent_session_limit", final=True)
 
 
 def ended(reason: EndReason) -> RequestError:
     """The refusal of a request after the session's end."""
-    return OpenAIError(
-        f"this agent session has ended: {_ENDED[reason]}", status=403, code="agent_session_ended", final=True
-    )
+    said = f"this agent session has ended: {_ENDED[reason]}"
+    return OpenAIError(said, status=403, code="agent_session_ended", final=True)
 
 
 def _unknown() -> RequestError:

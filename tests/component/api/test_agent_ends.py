@@ -23,6 +23,7 @@ from skyrl.base.types.agents import AgentLimits, AgentSession
 from skyrl.base.types.weights import BaseWeights
 from skyrl.base.wire.errors import RequestError
 from skyrl.chat.agents.live_sessions import LiveSession, RunningTurn
+from skyrl.storage.db import agents
 from skyrl.storage.db.database import MAX_NAMED
 from skyrl.storage.db.sessions import Continuity
 from tests.postgres_server import ON_BOTH, ON_BOTH_SLOWLY, ON_POSTGRES
@@ -244,6 +245,33 @@ async def test_a_turn_that_is_planned_when_another_process_ends_its_session_does
     assert await api.services.agent_sessions.end(session_id, "called", time.time())
     await lives.look_again(session_id)
     refused(live)
+
+
+@ON_POSTGRES
+@pytest.mark.parametrize("swept", [False, True])
+async def test_a_session_that_another_process_deletes_ends_its_turns_and_no_others(api: Api, swept: bool) -> None:
+    """This process hears of the end when the session is found no more."""
+    session_ids, lives = [await created(api) for _ in range(2)], api.services.agents.live
+    deleted, other = [await lives.open(session_id, TENANT) for session_id in session_ids]
+    turn = RunningTurn("turn", None, tokens=1, n=1, streams=False)
+    turn.task = asyncio.create_task(asyncio.sleep(LONG_S))
+    deleted.running.append(turn)
+    other.planned += 1
+    assert await api.services.agent_sessions.end(session_ids[0], "called", time.time())
+    await api.services.agent_sessions.delete(session_ids[0])
+    while swept and await api.services.writer.transact(lambda c: agents.forget(c, time.time() - LONG_S)):
+        pass
+    other.used_at = 0.0
+    await lives.note_running()
+    assert other.used_at > 0, "the loop goes on"
+    with pytest.raises(asyncio.CancelledError):
+        await turn.task
+    assert turn.stopped is not None
+    assert "has ended" in str(turn.stopped)
+    await lives.look_again(session_ids[0])
+    refused(deleted)
+    with pytest.raises(RequestError, match="does not exist any more"):
+        await lives.open(session_ids[0], TENANT)
 
 
 LONG_S = 1_000.0
