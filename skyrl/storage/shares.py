@@ -85,12 +85,14 @@ class DiskShares:
     def held(self, tenant: str) -> int:
         return self._held.get(tenant, 0)
 
-    def check(self, tenant: str) -> None:
-        """Raises RequestError 429 if the tenant has its share. Nothing was recorded then, and waiting helps."""
+    def check(self, tenant: str, *, short: bool = False) -> None:
+        """Raises RequestError 429 if the tenant has its share. Nothing was recorded then, and waiting helps. Requests
+        that are `short` may have LEAST_BYTES more: larger ones may wait for them."""
         if self._held.get(tenant, 0) < LEAST_BYTES:
             return
         self._forget()
-        if is_over_on_disk(held := self.held(tenant), self._free_bytes()):
+        held = self.held(tenant)
+        if is_over_on_disk(held - LEAST_BYTES if short else held, self._free_bytes()):
             raise RequestError(
                 f"the requests, results and sessions of this API key's tenant have {held} bytes on the server's disk, "
                 f"which is its share: requests with their results are deleted {self._requests_s:.0f} s after their "

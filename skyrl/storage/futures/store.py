@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 LARGE_BODY_BYTES = 256 * 2**10
 """Larger bodies are hashed on a thread, and written in a transaction of their own instead of the group commit."""
 BOUNDED = PASSES | SAMPLES | {Kind.CREATE_MODEL}
-"""The kinds with bodies and results of any size, or with a row that stays. Others have a few bytes, and a model's later
-commands wait for them."""
+"""The kinds with bodies and results of any size, or with a row that stays. Of the others SHORT_BYTES are enough, and a
+model's later commands wait for them: up to that size they may go beyond a tenant's share."""
+SHORT_BYTES = 4096
 FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 5.0
 """The pauses between tries to store an outcome."""
@@ -105,8 +106,7 @@ class FutureStore:
             if known.recorded is None:
                 known.recorded = asyncio.get_running_loop().create_future()
             await asyncio.shield(known.recorded)  # then look again: the first request may not have been recorded
-        if request.kind in BOUNDED:
-            self._shares.check(request.tenant)
+        self._shares.check(request.tenant, short=request.kind not in BOUNDED and len(request.body) <= SHORT_BYTES)
         entry = Entry(
             request.id or new_request_id(),
             request.kind,

@@ -16,6 +16,7 @@ from skyrl.storage import shares
 from skyrl.storage.db.agents import turns
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import futures
+from skyrl.storage.futures.store import SHORT_BYTES
 
 pytestmark = pytest.mark.usefixtures("drain_at_once")
 
@@ -65,8 +66,14 @@ async def test_passes_are_refused_at_the_tenants_share_and_not_recorded(serve: S
         assert stored(database) == before
         again = await api.post("forward_backward", a_pass(mine, 8))
         assert again.status_code == 200, "a repeat adds nothing"
-        step = await api.post("optim_step", {"model_id": mine, "seq_id": 1, "adam_params": {}})
-        assert step.status_code == 200, "later commands wait for it"
+        step = {"model_id": mine, "seq_id": 1, "adam_params": {}}
+        refused(await api.post("optim_step", step | {"not": "x" * SHORT_BYTES}))
+        assert (await api.post("optim_step", step)).status_code == 200, "later commands wait for it"
+        seq_id = 10
+        while (later := await api.post("optim_step", step | {"seq_id": seq_id})).status_code == 200:
+            seq_id += 1
+        refused(later)
+        assert LEAST / 2 < (seq_id - 10) * shares.ROW_BYTES < LEAST, "but not without an end"
         assert (await api.post("forward_backward", a_pass(theirs, 1), **OTHER)).status_code == 200
 
 
