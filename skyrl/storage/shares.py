@@ -116,7 +116,7 @@ class DiskShares:
         self._leave(tenant, size, self._agents_s)
 
     def keep_session(self, tenant: str, size: int) -> None:
-        """The row of a session was added."""
+        """The row of a session, or of a sampling session, was added."""
         self.hold(tenant, size)
         self._leave(tenant, size, SESSIONS_S)
 

@@ -20,6 +20,7 @@ from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
 from skyrl.sampling.base_model import served_name
 from skyrl.storage.db.checkpoints import Checkpoint
 from skyrl.storage.db.samplers import Sampler
+from skyrl.storage.shares import ROW_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ def sampling_routes(services: Services) -> Routes:
     @routes.post("/create_sampling_session", scope="sample", body=CreateSamplingSessionRequest)
     async def create_sampling_session(call: Call, body: CreateSamplingSessionRequest) -> Response:
         tenant = call.tenant
+        services.shares.check(tenant)
         session = await services.session_life.active(body.session_id, tenant)
         if not 0 <= body.sampling_session_seq_id < 2**31:
             raise RequestError("must be in [0, 2**31)", field="sampling_session_seq_id")
@@ -81,6 +83,7 @@ def sampling_routes(services: Services) -> Routes:
         sampler = Sampler(sampler_id, session.id, tenant, base_model, body.model_path, weights)
         check = services.quotas.sampling_sessions(tenant)
         stored = await services.samplers.create(sampler, body.sampling_session_seq_id, saved, check)
+        services.shares.keep_session(tenant, len(call.body) + ROW_BYTES)
         if stored != sampler:
             raise RequestError(
                 f"{body.sampling_session_seq_id} was used before for another sampler",

@@ -112,6 +112,19 @@ async def test_sessions_are_refused_at_the_tenants_share(serve: Serve) -> None:
         assert (await api.post("create_session", NOTE, **OTHER)).status_code == 200
 
 
+async def test_sampling_sessions_are_refused_at_the_tenants_share(serve: Serve) -> None:
+    async with serve(**FULL) as api:
+        session = (await api.post("create_session", {})).json()["session_id"]
+        asked = {"session_id": session, "base_model": BASE}
+        made = 0
+        while (
+            answer := await api.post("create_sampling_session", asked | {"sampling_session_seq_id": made})
+        ).status_code == 200:
+            made += 1
+        refused(answer)
+        assert LEAST / 2 < made * shares.ROW_BYTES < LEAST
+
+
 async def test_a_turn_is_refused_at_the_tenants_share(server: Server, database: Database) -> None:
     shares_of_process, tenant = server.api.services.shares, tenant_of_key("tml-one")
     agent = await server.agent()
