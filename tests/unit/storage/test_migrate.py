@@ -56,8 +56,7 @@ def test_an_empty_database_gets_the_newest_schema(database: Database) -> None:
 def test_a_step_that_is_open_during_an_upgrade_goes_on_after_it(database: Database) -> None:
     """Version 0.3 adds columns of the run's health, which old rows do not have."""
     command.upgrade(_config(database.url), "0023")
-    times = {"created_at": 1.0, "heartbeat_at": 1.0}
-    session = SessionRow(id="s", tenant="one", tags=[], sdk_version="", status="active", **times)
+    session = SessionRow(id="s", tenant="one", status="active", created_at=1.0, heartbeat_at=1.0)
     database.write(lambda c: c.execute(insert(sessions), session.model_dump()))
     database.write(add_model(Model("s:train:0", "s", "one", "tiny", LoraSpec(4, 32.0, 1), None), 0))
     for row in (
