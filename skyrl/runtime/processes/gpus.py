@@ -32,11 +32,13 @@ def gpu_memory() -> dict[str, GpuMemory]:
 
 
 def parse(printed: str) -> dict[str, GpuMemory]:
-    """What `COMMAND` prints. A GPU that does not tell its memory ("[N/A]") is left out."""
+    """What `COMMAND` prints. A GPU that does not tell its memory ("[N/A]") is left out, and so is a line that is no
+    GPU's, such as a warning."""
     found: dict[str, GpuMemory] = {}
     for line in printed.splitlines():
-        index, uuid, *numbers = (field.strip() for field in line.split(","))
-        if len(numbers) == 2 and all(number.isdecimal() for number in numbers):
-            memory = GpuMemory(*(float(number) * MIB for number in numbers))
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 4 and all(number.isdecimal() for number in fields[2:]):
+            index, uuid, total, used = fields
+            memory = GpuMemory(float(total) * MIB, float(used) * MIB)
             found |= {index: memory, uuid: memory}
     return found

@@ -209,7 +209,7 @@ def test_on_a_gpu_slots_take_a_part_of_what_vllm_has_beside_its_weights(
     """With what nvidia-smi prints; no GPU is asked."""
     printed = "0, GPU-a, 81559, 4\n1, GPU-b, [N/A], [N/A]\n"
     assert parse(printed) == {name: GpuMemory(81559.0 * MIB, 4.0 * MIB) for name in ("0", "GPU-a")}
-    assert parse("") == {}
+    assert parse("") == parse("No devices were found\n") == {}
     monkeypatch.setattr(gpus, "COMMAND", ("/no/such/program",))
     assert gpus.gpu_memory() == {}
     for module in (auto_slots, kept_capacity):
