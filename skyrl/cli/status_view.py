@@ -52,9 +52,8 @@ def view(answer: dict[str, Any]) -> RenderableType:
     server, several = _server(answer["server"]), "base_models" in answer["server"]
     if "history" in answer:
         history = _steps(answer["history"][-LAST_STEPS:])
-        return Group(
-            server, Text(), _numbers_of_health(answer["health"]), Text(), _Runs([answer], several), Text(), history
-        )
+        health = [_numbers_of_health(answer["health"]), Text()] if "health" in answer else []  # older servers tell none
+        return Group(server, Text(), *health, _Runs([answer], several), Text(), history)
     runs = _Runs(answer["runs"], several) if answer["runs"] else Text("no runs with this key", style="dim")
     opened, in_flight = (sum(group[name] for group in answer["samplers"]) for name in ("open", "in_flight"))
     counts = Text(f"samplers: {opened} open, {in_flight} samples in flight")

@@ -147,6 +147,12 @@ def test_the_health_of_a_run_comes_before_its_state_and_in_one_run_before_all_el
         assert one.index(part) < one.index("◆ waiting")
 
 
+def test_a_server_of_an_earlier_version_tells_no_health_of_a_run() -> None:
+    shown = drawn(RUN | {"server": NOT_READY | {"ready": True, "reasons": []}, "history": []}, 120)
+    assert "◆ waiting" in shown
+    assert "health" not in shown
+
+
 MODELS = [
     {"name": "acme/student", "uses": ["train", "sample"], "ready": True, "reasons": []},
     {"name": "acme/teacher", "uses": ["sample"], "ready": False, "reasons": ["sampling: its files are gone"]},
