@@ -89,7 +89,7 @@ async def test_a_pass_is_put_off_for_so_long_only(harness: Harness, monkeypatch:
     ended: list[str] = []
     settle = harness.parts.settlement.settle
 
-    def settled(outcomes: list, *rest: object, **options: object) -> None:
+    def settled(outcomes: Any, *rest: Any, **options: Any) -> None:
         ended.extend(request_id for request_id, _ in outcomes)
         settle(outcomes, *rest, **options)
 
