@@ -916,6 +916,7 @@ async def test_the_server_has_exactly_these_routes(world: World) -> None:
         ("GET", "/api/v1/agent_sessions", "sample"),
         ("POST", "/api/v1/agent_sessions", "sample"),
         ("GET", "/api/v1/agent_sessions/{session_id}", "sample"),
+        ("DELETE", "/api/v1/agent_sessions/{session_id}", "sample"),
         ("GET", "/api/v1/agent_sessions/{session_id}/trajectory", "sample"),
         ("GET", "/api/v1/agent_sessions/{session_id}/turns", "sample"),
         ("POST", "/api/v1/agent_sessions/{session_id}/end", "sample"),

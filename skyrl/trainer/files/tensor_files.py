@@ -219,6 +219,15 @@ class TensorFiles(_Files):
             rest, offset = rest[written:], offset + written
 
 
+def write_file(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write contiguous tensors of the CPU to one file, without mapping it. Raises OSError, also on a full tmpfs."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    with TensorFiles(file.parent, {file.name: shapes}, dtypes, metadata) as written:
+        for name, tensor in tensors.items():
+            written.write(name, 0, tensor.view(torch.uint8).numpy())
+
+
 @contextmanager
 def sharded_files(
     directory: Path,

@@ -31,7 +31,7 @@ from skyrl.base.adapter_files import (
     fused_experts,
 )
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer.files.tensor_files import TensorFiles
+from skyrl.trainer.files.tensor_files import write_file
 from skyrl.trainer.lora.adapter import VALUE_HEAD, Adapter, with_value_head, without_value_head
 from skyrl.trainer.lora.rank_pattern import ranks_of, written_pattern
 from skyrl.trainer.protocol import InvalidRequest
@@ -211,10 +211,7 @@ def save_adapter(adapter: Adapter, base_model: str, directory: Path, dtype: torc
         if not is_of_head(name)
         for of_file, matrix in ({name: view} if view.ndim == 2 else split(name, view, fused)).items()
     }
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    with TensorFiles(directory, {PEFT_TENSORS: shapes}, dict.fromkeys(shapes, dtype), {"format": "pt"}) as written:
-        for name, tensor in tensors.items():
-            written.write(name, 0, tensor.view(torch.uint8).numpy())
+    write_file(directory / PEFT_TENSORS, tensors, {"format": "pt"})
     alpha = float(adapter.spec.alpha)
     config = {
         "peft_type": "LORA",

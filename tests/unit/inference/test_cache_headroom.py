@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from plain_vllm import without_plugin
 
 from skyrl.base.tiny import model_path
 
@@ -18,6 +20,7 @@ with warnings.catch_warnings():
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -25,7 +28,14 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request, RequestStatus
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from skyrl.inference.vllm_plugin.admission import FIRST_LENGTH, MAX_BOUNDS, Headroom, Lengths, growth
+    from skyrl.inference.vllm_plugin.admission import (
+        FIRST_LENGTH,
+        MAX_BOUNDS,
+        Headroom,
+        Lengths,
+        growth,
+        keep_headroom,
+    )
 
 BLOCK, BLOCKS = 32, 65
 END, OTHER = 7, 9
@@ -76,18 +86,33 @@ def test_the_number_of_averages_is_bounded() -> None:
 
 
 @pytest.fixture(scope="module")
-def config() -> VllmConfig:
-    arguments = EngineArgs(
-        model=str(model_path()), dtype="float32", block_size=BLOCK, max_model_len=1024, scheduling_policy="priority"
-    )
-    return arguments.create_engine_config()
+def config() -> Iterator[VllmConfig]:
+    """For schedulers with the plugin's room, whose patches end with the tests. No other patch is applied."""
+    with pytest.MonkeyPatch.context() as patches:
+        for owner, name in (
+            (Scheduler, "__init__"),
+            (Scheduler, "_free_request"),
+            (KVCacheManager, "allocate_slots"),
+        ):
+            patches.setattr(owner, name, getattr(owner, name))
+        keep_headroom()
+        with without_plugin():
+            arguments = EngineArgs(
+                model=str(model_path()),
+                dtype="float32",
+                block_size=BLOCK,
+                max_model_len=1024,
+                scheduling_policy="priority",
+            )
+            config = arguments.create_engine_config()
+        yield config
 
 
 class Cache:
     """A scheduler with a small cache, whose requests end when they have the lengths that a test gives."""
 
     def __init__(self, config: VllmConfig, watermark: float = 0.0, *, headroom: bool = True) -> None:
-        """Without `headroom` vLLM admits as it does without the plugin, which `config` has registered."""
+        """Without `headroom` vLLM admits as it does without the plugin."""
         config.cache_config.num_gpu_blocks = BLOCKS
         config.scheduler_config.watermark = watermark
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_vllm import without_plugin
 
 from skyrl.base.tiny import model_path
 
@@ -35,10 +36,11 @@ FULL, WINDOW = FullAttentionSpec(**SIZES), SlidingWindowSpec(**SIZES, sliding_wi
 
 @cache
 def engine_config() -> VllmConfig:
-    arguments = EngineArgs(
-        model=str(model_path()), dtype="float32", block_size=BLOCK, max_model_len=256, max_num_batched_tokens=512
-    )
-    return arguments.create_engine_config()
+    with without_plugin():
+        arguments = EngineArgs(
+            model=str(model_path()), dtype="float32", block_size=BLOCK, max_model_len=256, max_num_batched_tokens=512
+        )
+        return arguments.create_engine_config()
 
 
 class World:
