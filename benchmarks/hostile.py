@@ -72,7 +72,6 @@ class Tenant:
         about = {
             "sampling_session_id": f"{self.session}:sample:0",
             "seq_id": number,
-            "num_samples": 1,
             "prompt": prompt,
         }
         return await self.post("asample", **about, **PARAMS, **fields)
