@@ -20,22 +20,19 @@ class Rounds(Generic[T]):
     def __init__(self, things: Callable[[], Iterable[T]]) -> None:
         self._things = things
         self._left: Iterator[T] | None = None
+        self._ahead: list[T] = []
+        """The next thing of the round that runs: it tells that the last call was not the end."""
 
     @property
     def is_amid(self) -> bool:
-        """Whether the last call of `take` may have left things of its round."""
-        return self._left is not None
+        """Whether the last call of `take` has left things of its round."""
+        return bool(self._ahead)
 
     def take(self, most: int) -> list[T]:
-        """The next `most` things of the round; fewer at its end. The call after the end begins the next round. Empty
-        only if a whole round has nothing."""
-        began = self._left is None
-        taken = self._some(most)
-        return taken if taken or began else self._some(most)
-
-    def _some(self, most: int) -> list[T]:
-        self._left = iter(self._things()) if self._left is None else self._left
-        taken = list(islice(self._left, most))
-        if len(taken) < most:
-            self._left = None
+        """The next `most` things of the round, at least one; fewer at its end. The call after the end begins the next
+        round. Empty only if a whole round has nothing."""
+        if self._left is None or not self._ahead:
+            self._left = iter(self._things())
+        taken = self._ahead + list(islice(self._left, most - len(self._ahead)))
+        self._ahead = list(islice(self._left, 1))
         return taken

@@ -38,7 +38,7 @@ from skyrl.engine.threads import EngineThreads
 from skyrl.storage.db import models as rows
 from skyrl.storage.db import pictures as picture_rows
 from skyrl.storage.db import run_steps, usage
-from skyrl.storage.db.database import Change, Connection, Database, Displaced, FencedDatabase
+from skyrl.storage.db.database import Change, Connection, Database, Displaced, FencedDatabase, together
 from skyrl.storage.db.faults import DatabaseError, is_transient
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.pictures import PictureFiles
@@ -125,26 +125,19 @@ def run_passes(
             if GAP in result.metrics:
                 gaps.append(result.metrics[GAP])
             if training_pass.backward:
-                sums = StepSums.of_pass(size, result.metrics, rewards_of(training_pass.data))
+                sums = StepSums.of_pass(size, result.metrics, rewards_of(training_pass))
                 before = trained.get(training_pass.model_id)
                 trained[training_pass.model_id] = sums if before is None else before + sums
     return PassOutcomes([(command, outcomes[command.request_id]) for command in commands], tokens, gaps, trained)
 
 
-def rewards_of(data: Sequence[Datum]) -> list[float]:
-    """The reward of each sequence that has inputs `rewards` (of a critic): their sum over its positions."""
+def rewards_of(training_pass: TrainingPass) -> list[float]:
+    """The reward of each sequence that has inputs `rewards` (of a critic): their sum over its positions. None of a
+    custom loss, whose inputs mean what the client wants."""
+    if training_pass.custom_loss is not None:
+        return []
+    data = training_pass.data
     return [float(datum.loss_inputs[REWARDS].sum()) for datum in data if REWARDS in datum.loss_inputs]
-
-
-def _both(first: Change | None, second: Change) -> Change:
-    """Both changes in one transaction."""
-
-    def change(connection: Connection) -> None:
-        if first is not None:
-            first(connection)
-        second(connection)
-
-    return change
 
 
 class PassPictures:
@@ -345,7 +338,7 @@ class Execution:
             elif command.kind in FILE_COMMANDS and command.model_id is not None:
                 saved = command.kind is Kind.SAVE_WEIGHTS_FOR_SAMPLER
                 spent = Spent(wait_s=wait_s, save_s=time.perf_counter() - started, saves=int(saved))
-                change = _both(change, run_steps.add_save(command.model_id, spent))
+                change = together(change, run_steps.add_save(command.model_id, spent))
             if ran.weights is not None:
                 self._publisher.publish(ran.weights)
             if command.kind in _UPDATES and command.model_id is not None:

@@ -36,7 +36,7 @@ from skyrl.storage.checkpoint_store.held import HeldVersions
 from skyrl.storage.checkpoint_store.versions import version_directory, version_key
 from skyrl.storage.db import audit, checkpoints, full_weights, usage
 from skyrl.storage.db.checkpoints import Checkpoint
-from skyrl.storage.db.database import Change, Connection, FencedDatabase
+from skyrl.storage.db.database import Change, Connection, FencedDatabase, together
 from skyrl.storage.db.models import ModelRecord, set_model
 from skyrl.storage.db.samplers import Sampler, add_sampler, sampler_exists
 from skyrl.trainer.protocol import AdapterDtype, Backend
@@ -132,7 +132,7 @@ class Saves:
             )
         else:
             stored = self._name(command, model, request, path, key, weights)
-        return ExclusiveResult(stored.result, _both(count_version, stored.change), weights)
+        return ExclusiveResult(stored.result, together(count_version, stored.change), weights)
 
     def _unwritten_version(self, model: ModelRecord) -> AdapterVersion | FullWeights:
         """The model's next version. A version of the adapter whose files are there is left out: an engine died before
@@ -331,15 +331,6 @@ def _counted(model: ModelRecord, weights: AdapterVersion | FullWeights, scope: S
         count(connection)
         if isinstance(weights, FullWeights):
             full_weights.drop_replaced(connection, weights, scope)
-
-    return change
-
-
-def _both(first: Change, second: Change | None) -> Change:
-    def change(connection: Connection) -> None:
-        first(connection)
-        if second is not None:
-            second(connection)
 
     return change
 

@@ -26,9 +26,8 @@ WEIGHT = 1 / 16
 MAX_BOUNDS = 1_000
 """Values of `max_tokens` whose averages are kept."""
 PART = 0.25
-"""Of the expected growth, the part that is kept free. On vLLM's scheduler with a cache for 11 answers, and steps of
-20 ms + 0.05 ms a token, a quarter takes 1.01 to 1.02 times as long as vLLM alone and has half of its preemptions; a
-half takes 1.03 to 1.08 times as long and has a third to a seventh."""
+"""Of the expected growth, the part that is kept free. With more, fewer requests are preempted, but places stay idle:
+answers end before they all have grown (`benchmarks/concurrency.py`)."""
 BEYOND = 0.25
 """An answer is expected to get longer by at least this part of what it has."""
 _ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)

@@ -38,6 +38,18 @@ T = TypeVar("T")
 Change = Callable[[Connection], object]
 """Work for a write transaction: statements on the transaction's connection."""
 
+
+def together(*changes: Change | None) -> Change:
+    """These changes in this order, in one transaction."""
+
+    def change(connection: Connection) -> None:
+        for each in changes:
+            if each is not None:
+                each(connection)
+
+    return change
+
+
 BUSY_TIMEOUT_MS = 30_000
 """How long a transaction waits for a lock."""
 

@@ -13,9 +13,11 @@ def test_a_round_gives_each_thing_once_and_the_next_one_begins_anew() -> None:
     assert [rounds.take(2), rounds.take(2), rounds.take(2)] == [[1, 2], [3, 4], [5]]
     assert not rounds.is_amid
     things.append(6)
-    assert [rounds.take(3), rounds.take(3)] == [[1, 2, 3], [4, 5, 6]]
+    assert rounds.take(3) == [1, 2, 3]
     assert rounds.is_amid
-    assert rounds.take(3) == [1, 2, 3], "the end of the last round is found only now"
+    assert rounds.take(3) == [4, 5, 6]
+    assert not rounds.is_amid, "a round ends also if its last part is full"
+    assert rounds.take(3) == [1, 2, 3]
 
 
 def test_nothing_is_looked_for_before_it_is_asked_for() -> None:
@@ -27,7 +29,7 @@ def test_nothing_is_looked_for_before_it_is_asked_for() -> None:
             yield number
 
     assert Rounds(things).take(3) == [0, 1, 2]
-    assert looked == [0, 1, 2]
+    assert looked == [0, 1, 2, 3], "one more, which tells that there is more"
 
 
 def test_without_things_a_round_is_empty() -> None:
