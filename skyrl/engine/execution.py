@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from skyrl.base.pictures.places import place
@@ -326,6 +327,7 @@ class Execution:
     def _run_and_settle(self, command: Command, body: bytes) -> Outcome:
         change: Change | None = None
         copy: Callable[[], None] | None = None
+        loading: Future[None] | None = None
         started = time.perf_counter()
         wait_s = self._waits.began([command], time.time()).get(command.model_id or "", 0.0)
         try:
@@ -340,7 +342,7 @@ class Execution:
                 spent = Spent(wait_s=wait_s, save_s=time.perf_counter() - started, saves=int(saved))
                 change = together(change, run_steps.add_save(command.model_id, spent))
             if ran.weights is not None:
-                self._publisher.publish(ran.weights)
+                loading = self._publisher.publish(ran.weights)
             if command.kind in _UPDATES and command.model_id is not None:
                 self._ratios.updated(command.model_id)
         except Exception as error:  # the client gets it, or the log
@@ -352,6 +354,8 @@ class Execution:
         self._waits.ended([command], time.time())
         if copy is not None:
             self._threads.later_on_files(copy)
+        if loading is not None:
+            loading.result()  # the model's next version is not loaded before this one
         return outcome
 
     def _begin(self, commands: Sequence[Command]) -> float:

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from concurrent.futures import Future
 from pathlib import Path
-
-import httpx
 
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, served_version
 from skyrl.base.wire.errors import FailedRequest
 from skyrl.engine.threads import EngineThreads
-from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
+from skyrl.inference.adapter_host import AdapterUnavailable
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.full_weights import VersionFiles
 from skyrl.inference.remote.references import BASE_MODEL, base_directory, reference_to
-from skyrl.inference.vllm_client import VllmError
 from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
 from skyrl.storage.checkpoint_store.directories import fetch, link_files
 from skyrl.storage.checkpoint_store.versions import version_directory, version_key
@@ -50,24 +48,28 @@ class WeightPublisher:
         """Full weights change one after another."""
         self._restoring: set[asyncio.Task[None]] = set()
 
-    def publish(self, weights: AdapterVersion | FullWeights) -> None:
+    def publish(self, weights: AdapterVersion | FullWeights) -> Future[None] | None:
         """Bring the weights to all inference servers. Called on a file thread, before the save is settled.
 
-        The save succeeds even if a server is away: an adapter is loaded when a sample needs it, and a server is not
-        used before it has the newest full weights. Raises FailedRequest when the model has ended meanwhile, and
-        NotPublished when all servers refuse the full weights.
+        Full weights are there when this returns, because a server is not used before it has the newest. Raises
+        FailedRequest when the model has ended meanwhile, and NotPublished when all servers refuse them.
+
+        For an adapter, returns what ends, with no error, when it is loaded or could not be: settle the save meanwhile.
+        It succeeds even if a server is away, and a sample that comes before the adapter has it loaded.
         """
         if self._group is None:
-            return
+            return None
         if isinstance(weights, FullWeights):
             self._threads.wait_for_loop(self._publish_full(self._group, weights))
-            return
+            return None
+        return self._threads.begin_on_loop(self._publish_adapter(self._group, weights))
+
+    async def _publish_adapter(self, group: EngineGroup, adapter: AdapterVersion) -> None:
         try:
-            self._threads.wait_for_loop(self._group.publish_adapter(weights))
-        except (httpx.TransportError, VllmError, AdapterMissing) as error:
-            logger.warning("adapter %s was saved but not loaded yet: %s", weights.name, error)
-        except AdapterUnavailable as error:
-            logger.warning("adapter %s was saved but not loaded yet: %s (%s)", weights.name, error, error.reason)
+            await group.publish_adapter(adapter)
+        except Exception as error:  # the save succeeds without it
+            reason = f" ({error.reason})" if isinstance(error, AdapterUnavailable) else ""
+            logger.warning("adapter %s was saved but not loaded yet: %s%s", adapter.name, error, reason)
 
     async def _publish_full(self, group: EngineGroup, weights: FullWeights) -> None:
         async with self._order:

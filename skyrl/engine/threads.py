@@ -14,14 +14,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 class EngineThreads:
-    """`on_...` methods are for the event loop's thread, `wait_for_...` methods for all other threads.
+    """`on_...` methods are for the event loop's thread, `wait_for_...` and `begin_...` methods for all other threads.
 
     Each method raises the errors of its `work`.
     """
@@ -54,7 +54,11 @@ class EngineThreads:
 
     def wait_for_loop(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the event loop, and wait."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self.begin_on_loop(work).result()
+
+    def begin_on_loop(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the event loop, for threads other than the event loop's."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def shut_down(self) -> None:
         """Wait for running work, which may take long. New work raises RuntimeError."""

@@ -354,7 +354,7 @@ LOAD_TIMEOUT_S = 60.0
 
 class AdapterLoads:
     """One load at a time per adapter and server; all samples that need the adapter wait for the same load. `host`
-    brings the files to the server. Each load counts as `adapter_reloads`."""
+    brings the files to the server. Each that a server has done counts as `adapter_reloads`."""
 
     def __init__(
         self,
@@ -391,7 +391,6 @@ class AdapterLoads:
         return await asyncio.shield(task)
 
     async def _load(self, adapter: AdapterVersion, endpoint: Endpoint) -> bool:
-        self._counts["adapter_reloads"] += 1
         with self._metrics.load() as load:
             return await self._bring_and_load(adapter, endpoint, load)
 
@@ -419,6 +418,7 @@ class AdapterLoads:
             return False
         load.ok = vllm_client.is_loaded(answer.status, answer.body)
         if load.ok:
+            self._counts["adapter_reloads"] += answer.status == 200  # else the engine was loading it meanwhile
             return True
         if vllm_client.is_missing(answer.status, answer.body):
             raise server_failure(f"{failure}: {AdapterMissing(adapter)}")

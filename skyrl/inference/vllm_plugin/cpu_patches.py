@@ -36,7 +36,9 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from skyrl.inference.vllm_plugin.adapters_cpu import use_adapters_in_place
 from skyrl.inference.vllm_plugin.experts_cpu import choose_cpu_kernels
+from skyrl.inference.vllm_plugin.slots import Slots
 
 WRAPPER = "skyrl.inference.vllm_plugin.punica.GroupedPunicaWrapperCPU"
 
@@ -49,6 +51,7 @@ def patch_cpu(*, fork_engine: bool) -> None:
     route_without_groups()
     turn_all_heads()
     take_what_is_used()
+    use_adapters_in_place()
     remove_unloaded()
     look_at_models_here()
     refuse_missing_kernels()
@@ -418,6 +421,9 @@ def _then_forgotten(original: Any) -> Any:
                 for name in ("lora_a_stacked", "lora_b_stacked"):
                     stacked = getattr(module, name, ())
                     for slots in stacked if isinstance(stacked, tuple | list) else (stacked,):
-                        forget_pages(slots[index])
+                        if isinstance(slots, Slots):
+                            slots.forget(index)
+                        else:
+                            forget_pages(slots[index])
 
     return deactivate

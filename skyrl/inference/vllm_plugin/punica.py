@@ -12,7 +12,9 @@ import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from skyrl.inference.vllm_plugin.logprobs import prompt_slots
+from skyrl.inference.vllm_plugin.slots import Slots
 
+Stack = torch.Tensor | Slots
 Rows = slice | torch.Tensor
 Groups = list[tuple[int, Rows]]
 
@@ -33,14 +35,15 @@ def add_grouped(
     y: torch.Tensor,
     x: torch.Tensor,
     groups: Groups,
-    lora_a: tuple[torch.Tensor, ...],
-    lora_b: tuple[torch.Tensor, ...],
+    lora_a: tuple[Stack, ...],
+    lora_b: tuple[Stack, ...],
     scale: float,
     widths: tuple[int, ...],
 ) -> None:
     """`y[rows, columns of slice i] += scale * x[rows] @ A_i.T @ B_i.T` for every group, in place.
 
     y [T, sum(widths)], x [T, H], lora_a[i] [slots, 1, rank, H], lora_b[i] [slots, 1, >= widths[i], rank].
+    With `Slots` each matrix has its adapter's own rank, and a slice that the adapter leaves as it is has none.
     """
     for slot, rows in groups:
         if not isinstance(rows, slice):
@@ -48,14 +51,21 @@ def add_grouped(
         inputs = x[rows]
         start = 0
         for a, b, width in zip(lora_a, lora_b, widths, strict=True):
-            down = inputs.to(a.dtype) @ a[slot, 0].T
-            up = b[slot, 0, :width].T
             columns = y[:, start : start + width]
+            start += width
+            of_a, of_b = _matrix(a, slot), _matrix(b, slot)
+            if of_a is None or of_b is None:
+                continue
+            down = inputs.to(of_a.dtype) @ of_a.T
+            up = of_b[:width].T
             if isinstance(rows, slice):
                 columns[rows].addmm_(down.to(y.dtype), up.to(y.dtype), alpha=scale)
             else:
                 columns.index_add_(0, rows, (down @ up).to(y.dtype), alpha=scale)
-            start += width
+
+
+def _matrix(stack: Stack, slot: int) -> torch.Tensor | None:
+    return stack.of(slot) if isinstance(stack, Slots) else stack[slot, 0]
 
 
 def add_to_logits(
@@ -93,8 +103,8 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):
         self,
         y: torch.Tensor,
         x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
+        lora_a_stacked: tuple[Stack, ...],
+        lora_b_stacked: tuple[Stack, ...],
         scale: float,
         output_slices: tuple[int, ...],
         **_: Any,

@@ -378,7 +378,7 @@ class LoraBackend(BackendOverRanks):
 
     def save_state(self, model_id: str, directory: Path) -> None:
         with command_on(HOST, waits=False):
-            files.save_state(self._copy(model_id, optimizer=True), self._path, directory)
+            files.save_state(self._exported(model_id, optimizer=True), self._path, directory)
 
     def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         self._load(model_id, self._empty(model_id), directory, optimizer=optimizer)
@@ -402,7 +402,7 @@ class LoraBackend(BackendOverRanks):
 
     def save_adapter(self, model_id: str, directory: Path, *, dtype: AdapterDtype | None = None) -> None:
         with command_on(HOST, waits=False):
-            adapter = self._copy(model_id, optimizer=False)
+            adapter = self._exported(model_id, optimizer=False)
             files.save_adapter(adapter, self._path, directory, getattr(torch, dtype or "float32"))
 
     def close(self) -> None:
@@ -425,7 +425,7 @@ class LoraBackend(BackendOverRanks):
         spec, targets = self._known(model_id)
         return Adapter(spec, targets, HOST, drawn=False)
 
-    def _copy(self, model_id: str, *, optimizer: bool) -> Adapter:
+    def _exported(self, model_id: str, *, optimizer: bool) -> Adapter:
         adapter = self._empty(model_id)
         if self._divides_experts:
             answers = self.group.read_all("export", model_id, optimizer)

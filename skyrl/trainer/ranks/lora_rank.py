@@ -107,14 +107,15 @@ class LoraRank(RankBase):
         self.adapters[model_id] = adapter
 
     def export(self, model_id: str, optimizer: bool) -> tuple[AdapterArrays, int]:
-        """A copy of the weights, and 0; with `optimizer`, of moments and gradient too, and the number of steps. May run
-        beside commands of other models, on another thread."""
+        """The weights, and 0; with `optimizer`, moments and gradient too, and the number of steps. May run beside
+        commands of other models, on another thread. On a CPU it is the adapter's own memory, which the model's next
+        command changes."""
         adapter = self.adapters.get(model_id)
         if adapter is None:  # deleted since the engine asked: the model's session has ended
             raise SameFailureEverywhere(InvalidRequest(f"model_id: there is no model {model_id}"))
         with command_on(self.device, waits=False):
             parts = adapter.parts if optimizer else (adapter.weights, None, None, None)
-            arrays = [None if part is None else part.to("cpu", copy=True).numpy() for part in parts]
+            arrays = [None if part is None else part.to("cpu").numpy() for part in parts]
             return arrays, adapter.step if optimizer else 0
 
     def _trained(self, model_id: str) -> Adapter:

@@ -79,6 +79,11 @@ async def test_an_engine_that_died_before_the_copy_is_made_good_by_the_next_one(
     assert files_in(second) == held, "the model was restored with the same weights"
 
 
+def has_memory(state_dir: Path) -> bool:
+    owners = [owner.read_text() for owner in SHARED_MEMORY.glob("skyrl-*/state-dir")]
+    return any(str(state_dir.resolve()) in owner for owner in owners)
+
+
 async def test_a_version_without_a_row_is_not_written_again_and_frees_its_memory(harness: Harness) -> None:
     """The engine died between the files and the commit: vLLM may have loaded the version."""
     trainer = await Trainer.create(harness)
@@ -94,8 +99,7 @@ async def test_a_version_without_a_row_is_not_written_again_and_frees_its_memory
     await until(lambda: links(second) == 0)
     await harness.sweep()
     assert links(first) == 0
-    owners = [owner.read_text() for owner in SHARED_MEMORY.glob("skyrl-*/state-dir")]
-    assert not any(str(harness.config.state_dir.resolve()) in owner for owner in owners)
+    await until(lambda: not has_memory(harness.config.state_dir))
 
 
 async def test_a_named_save_is_answered_when_its_files_are_on_the_disk(harness: Harness, held_back: HeldBack) -> None:

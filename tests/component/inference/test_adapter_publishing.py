@@ -34,30 +34,32 @@ def version(here: World) -> int:
     return here.harness.model_row(here.trainer.model_id).sampler_version
 
 
-async def test_vllm_loads_an_adapter_from_complete_files_before_its_save_is_committed(tmp_path: Path) -> None:
-    """A client that reads the result samples at once, so vLLM must already have the version."""
+async def test_a_save_is_answered_while_vllm_loads_its_adapter_from_complete_files(tmp_path: Path) -> None:
+    """A sample that comes before the adapter waits for the same load. The model's next version comes after it."""
     go = asyncio.Event()
     seen: list[set[str]] = []
 
-    async def read_files_and_rows(request: Received, writer: asyncio.StreamWriter) -> None:
+    async def read_files(request: Received, writer: asyncio.StreamWriter) -> None:
         seen.append(set(files_in(request.json["lora_path"])))
         await after(go, WELL)(request, writer)
 
     async with world_in(tmp_path / "state", shared_directory) as here:
-        here.upstream.controls[LOAD] = read_files_and_rows
+        here.upstream.controls[LOAD] = read_files
         save = await here.trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="first")
+        await here.trainer.result(save)
         await until(lambda: bool(seen))
         assert seen == [{"adapter_config.json", "adapter_model.safetensors"}]
-        assert version(here) == 0
-        assert here.harness.checkpoint_rows(here.trainer.model_id) == []
+        (row,) = here.harness.checkpoint_rows(here.trainer.model_id)
+        assert version(here) == row.weights.number == 1
         other = await Trainer.create(here.harness)
         await other.step(1)  # other models train while vLLM loads
-        assert version(here) == 0
+        second = await here.trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="second")
+        await other.step(2)
+        assert (version(here), len(seen)) == (1, 1)
         go.set()
-        await here.trainer.result(save)
-        assert version(here) == 1
-        (row,) = here.harness.checkpoint_rows(here.trainer.model_id)
-        assert [asked["lora_name"] for asked in here.asked_for(LOAD)] == [row.weights.name]
+        await here.trainer.result(second)
+        await until(lambda: len(seen) == 2)
+        assert [asked["lora_name"].rpartition("@")[2] for asked in here.asked_for(LOAD)] == ["1", "2"]
 
 
 @pytest.mark.parametrize("load", [error(400, "no slot is free"), error(500, "broken"), hang_up])

@@ -64,7 +64,7 @@ def entries(directory: Path) -> dict[str, Entry]:
         files = _files(directory)
         found: dict[str, Entry] = {}
         for file in files:
-            for name, entry in _entries_of(file):
+            for name, entry in entries_of(file):
                 if name in found:
                     raise WeightsError(f"{file.name}: {name} is also in {found[name].file.name}")
                 found[name] = entry
@@ -111,7 +111,8 @@ def _files(directory: Path) -> list[Path]:
     return files
 
 
-def _entries_of(file: Path) -> Iterator[tuple[str, Entry]]:
+def entries_of(file: Path) -> Iterator[tuple[str, Entry]]:
+    """The tensors of one file, from its header. Raises WeightsError and OSError."""
     size = file.stat().st_size
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
