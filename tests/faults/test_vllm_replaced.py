@@ -23,6 +23,7 @@ from tinker import types
 from skyrl.cli.demo.server import DemoServer
 from tests.e2e.conftest import ask, cross_entropy, find_process, train, vllm_of
 from tests.e2e.load import client_that_outlives
+from tests.e2e.mortal_server import MortalServer
 
 pytestmark = pytest.mark.vllm
 
@@ -98,6 +99,23 @@ def test_each_tenant_gets_its_own_weights_from_the_next_vllm(
             tenants[number // 2].assert_own_weights(after.result())
     assert not [process for process in old if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert server.status()["inference_generation"] > generation, "the URL was withdrawn and published again"
+
+
+@pytest.mark.slow
+def test_a_version_just_saved_outlives_trainer_and_vllm(server: MortalServer) -> None:
+    """Its files may still be in memory alone when both are killed."""
+    with client_that_outlives(server.url, "tml-held") as client:
+        trainer = client.create_lora_training_client(base_model="tiny", rank=8, seed=4).result()
+        train(trainer, [cross_entropy(PROMPT + list(range(60, 80)))], 2, 2e-2)
+        sampler = trainer.save_weights_and_get_sampling_client().result()
+        server.engine().kill()
+        find_process(server, API_SERVER).kill()
+        sample = _sample(sampler, SHORT)
+        scored = trainer.forward([cross_entropy([*PROMPT, *sample.tokens])], "cross_entropy").result()
+        own = scored.loss_fn_outputs[0]["logprobs"].tolist()[len(PROMPT) - 1 :]
+        assert sample.logprobs == pytest.approx(own, abs=1e-3)
+    adapters = [path for path in (server.state_dir / "adapters").glob("*/*/*") if path.is_symlink()]
+    assert adapters == [], "the next trainer has brought them to the disk"
 
 
 def test_a_killed_api_process_loses_no_sample_and_no_command(server: DemoServer, tenants: list[Tenant]) -> None:
