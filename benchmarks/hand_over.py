@@ -3,7 +3,9 @@
     python -m benchmarks.hand_over [--model DIRECTORY] [--rank 32] [--against COMMIT] [--in-flight 0 32] [--rounds 16]
 
 A round trains one step on one short sequence, saves the weights (`save_weights_and_get_sampling_client`), samples one
-token of the new version, and one more of the same version: what the second takes is what no hand-over could do without.
+token of the new version, and one more of the same version: what the second takes is what no hand-over could do without,
+and `beyond` is the rest. The export's part is that of a step on EXPORT_TOKENS tokens: seconds of the save before vLLM
+is asked to load, by seconds of passes and step, as the server counts them.
 Beside it, as many samples as `--in-flight` says are kept in flight by another process, from an adapter that was saved
 before. With `--against` a server of that commit takes turns with this one. CPU seconds are those of all processes
 of the server from the step's end to the first token, without load in flight.
@@ -16,11 +18,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,6 +44,8 @@ from skyrl.cli.demo.server import DemoServer
 
 P50, P99 = 0.2, 0.25
 """The parts of the other build's quantiles that the hand-over may take."""
+EXPORT_TOKENS, EXPORT_PART = 512, 5.0
+"""Tokens of a step, and the percentage of it that an export may take."""
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 LOAD_TOKENS = 64
 READY_S = 300.0
@@ -62,6 +67,10 @@ class Round:
     def hand_over_s(self) -> float:
         return self.save_s + self.first_s
 
+    @property
+    def beyond_s(self) -> float:
+        return self.hand_over_s - self.again_s
+
 
 class Side:
     """A server of one build with a model in training."""
@@ -69,7 +78,7 @@ class Side:
     def __init__(self, name: str, root: Path, options: argparse.Namespace, stack: ExitStack) -> None:
         self.name = name
         self._options = options
-        state = Path(stack.enter_context(TemporaryDirectory(prefix="skyrl-hand-over-")))
+        self._state = state = Path(stack.enter_context(TemporaryDirectory(prefix="skyrl-hand-over-")))
         engine = {"generator.inference_engine.max_model_len": 512, "trainer.policy.model.lora.max_lora_rank": 32}
         flags = ("--base-model", str(options.model))
         environment = os.environ | {"PYTHONPATH": str(root)}
@@ -100,6 +109,21 @@ class Side:
         end = time.perf_counter()
         self._check(*first)
         return Round(marks[1] - marks[0], marks[2] - marks[1], end - marks[2], marks[0] - began, spent)
+
+    def export_percent(self) -> float | None:
+        """None for a build that does not count it."""
+        tokens = [5 + number % 64 for number in range(EXPORT_TOKENS // 2)]
+        data = [datum(PROMPT, tokens, [-1.0] * len(tokens), 1.0)] * 2
+        self._trainer.forward_backward(data, "importance_sampling").result()
+        self._trainer.save_weights_and_get_sampling_client().result()  # counts with the step that is open
+        self._trainer.optim_step(types.AdamParams(learning_rate=0.0)).result()
+        with closing(sqlite3.connect(f"file:{self._state}/skyrl.db?mode=ro", uri=True)) as database:
+            try:
+                newest = "SELECT save_s, busy_s FROM run_steps ORDER BY step DESC LIMIT 1"
+                save_s, busy_s = database.execute(newest).fetchone()
+            except sqlite3.OperationalError:
+                return None
+        return 100 * save_s / busy_s
 
     def _token(self, sampler: tinker.SamplingClient) -> tuple[int, float]:
         prompt = types.ModelInput.from_ints(PROMPT)
@@ -161,13 +185,16 @@ def _measured(sides: list[Side], in_flight: int, options: argparse.Namespace) ->
     return found
 
 
+_AIMS = [(field, q, part) for field in ("hand_over_s", "beyond_s") for q, part in ((0.5, P50), (0.99, P99))]
+
+
 def _rows(found: dict[str, list[Round]], in_flight: int) -> list[Row]:
     def of(name: str, field: str, q: float) -> float | None:
         return quantile([getattr(each, field) * 1e3 for each in found[name]], q) if name in found else None
 
     rows = []
     parts = [(f"{name}_s", 0.5, None) for name in ("save", "first", "again", "step", "cpu")]
-    for field, q, share in (("hand_over_s", 0.5, P50), ("hand_over_s", 0.99, P99), *parts):
+    for field, q, share in (*_AIMS, *parts):
         before = of("before", field, q)
         target = Target(share * before) if share and before is not None else None
         what = f"{in_flight} in flight: {field.removesuffix('_s').replace('_', ' ')} p{q * 100:.0f}"
@@ -191,6 +218,17 @@ def main() -> None:
             found = _measured(sides, in_flight, options)
             rows += _rows(found, in_flight)
             raw[str(in_flight)] = {name: [asdict(each) for each in rounds] for name, rounds in found.items()}
+        exported = {side.name: side.export_percent() for side in sides}
+    rows.append(
+        Row(
+            "hand-over",
+            f"export of a step on {EXPORT_TOKENS} tokens",
+            "%",
+            exported["now"] or 0.0,
+            Target(EXPORT_PART),
+            exported.get("before"),
+        )
+    )
     print("\n" + text_table(rows))
     program.write(options.out, raw)
 
