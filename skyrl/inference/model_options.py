@@ -159,14 +159,16 @@ def cpu_options(
 
 
 def slot_features(model: dict[str, Any]) -> int:
-    """The numbers in the slot of an adapter of rank 1: those of the output layer, and in a dense model those of its
-    linear layers. 0 where config.json lacks a size."""
-    try:
-        output = model["hidden_size"] + model["vocab_size"]
-    except KeyError:
-        return 0
+    """The numbers of an adapter of rank 1 that a slot on a CPU has once more: those of the output layer. Other layers
+    compute with the adapter itself (`vllm_plugin.adapters_cpu`). 0 where config.json lacks a size."""
+    return model["hidden_size"] + model["vocab_size"] if {"hidden_size", "vocab_size"} <= model.keys() else 0
+
+
+def adapter_features(model: dict[str, Any]) -> int:
+    """The numbers of an adapter of rank 1: those of the output layer, and in a dense model those of its linear layers.
+    0 where config.json lacks a size."""
     widths = Widths.of(model)
-    return output if widths is None else widths.adapter_numbers(1)
+    return slot_features(model) if widths is None else widths.adapter_numbers(1)
 
 
 def kept_adapters(model: dict[str, Any], lora: LoraConfig) -> int:
@@ -174,7 +176,7 @@ def kept_adapters(model: dict[str, Any], lora: LoraConfig) -> int:
     of a dense model those of the highest rank that fit into a gigabyte, but at least `max_loras`."""
     if "max_cpu_loras" in lora.model_fields_set or Widths.of(model) is None:
         return lora.max_cpu_loras
-    fitting = int(KEPT_ADAPTERS_BYTES // (4 * lora.max_lora_rank * slot_features(model)))
+    fitting = int(KEPT_ADAPTERS_BYTES // (4 * lora.max_lora_rank * adapter_features(model)))
     return max(lora.slots, min(lora.max_cpu_loras, fitting))
 
 

@@ -16,7 +16,7 @@ from skyrl.base.model_files import model_config
 from skyrl.cli.launcher import kept_capacity
 from skyrl.cli.launcher.memory_estimate import gb, need_of, server_bytes, size_of
 from skyrl.cli.launcher.room import CACHE_SHARE, MOST_SLOTS, Room, slots_that_fit
-from skyrl.inference.model_options import room_bytes, slot_features
+from skyrl.inference.model_options import adapter_features, room_bytes
 from skyrl.inference.vllm_command import cuda_devices, inference_devices
 from skyrl.runtime.processes.gpus import gpu_memory
 from skyrl.runtime.processes.host_resources import free_host_bytes
@@ -93,11 +93,13 @@ def _on_cpu(config: ServerConfig, available: float, most: int) -> Slots:
         sampling=need.use.cache + need.use.computing(need.use.batch, need.use.sequences),
         adapter=_ADAPTER_COPIES * need.passing.adapter,
         slot=need.use.slot,
-        kept=need.use.slot,
+        kept=need.use.adapter,
         engines=need.engines,
     )
     number = slots_that_fit(room, need.use.kept, most)
-    of_each = f"{room.adapter / 1e6:,.1f} MB of an adapter in training, {2e-6 * room.slot:,.1f} of one in vLLM"
+    of_each = (
+        f"{room.adapter / 1e6:,.1f} MB of an adapter in training, {(room.slot + room.kept) / 1e6:,.1f} of one in vLLM"
+    )
     return Slots(number, f"estimated by {gb(available)} of free memory, {of_each}")
 
 
@@ -106,10 +108,10 @@ def _on_gpu(config: ServerConfig, most: int) -> Slots:
     model, size = model_config(config.base_model_path), size_of(config.base_model_path)
     lora, inference = config.backend_config.lora, config.backend_config.inference
     parallel = inference.tensor_parallel_size
-    slot = GPU_BYTES * lora.max_lora_rank * slot_features(model) / parallel + room_bytes(config, model)
+    slot = GPU_BYTES * lora.max_lora_rank * adapter_features(model) / parallel + room_bytes(config, model)
     memory = gpu_memory()
     devices = inference_devices(config, cuda_devices(), has_trainer=config.modes.trains)[0]
-    if size is None or not slot_features(model) or any(device not in memory for device in devices):
+    if size is None or not adapter_features(model) or any(device not in memory for device in devices):
         return Slots(min(DEFAULT_SLOTS, most), "the default, as the sizes of the model or of its GPUs are not known")
     share = inference.gpu_memory_utilization * min(memory[device].total for device in devices)
     beside = max(0.0, share - GPU_BYTES * size.parameters / parallel)

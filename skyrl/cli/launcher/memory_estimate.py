@@ -34,6 +34,7 @@ from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.model_files import model_config, whole_config
 from skyrl.inference.model_options import (
     BATCH,
+    adapter_features,
     batch_bytes,
     cpu_options,
     kept_adapters,
@@ -133,12 +134,13 @@ def _parameters_of_element(name: str, bits: int | None) -> int:
 
 @dataclass(frozen=True)
 class VllmUse:
-    """What a vLLM on a CPU takes in use beside what it takes when ready, in bytes: `slot` of an adapter, and the same
-    for each of the `kept` adapters; `cache` for all tokens together and `token` of it for each; `batch` tokens are
+    """What a vLLM on a CPU takes in use beside what it takes when ready, in bytes: `slot` of an adapter, and
+    `adapter` of each of the `kept` ones; `cache` for all tokens together and `token` of it for each; `batch` tokens are
     computed at once."""
 
     model: dict[str, Any]
     slot: float
+    adapter: float
     slots: int
     kept: int
     cache: float
@@ -157,15 +159,19 @@ class VllmUse:
         return batch_bytes(self.model, tokens) + min(SCORES_BYTES, logits)
 
     @property
+    def adapters(self) -> float:
+        return self.slots * self.slot + self.kept * self.adapter
+
+    @property
     def most(self) -> float:
         """With all adapters and all of the cache in use."""
-        return (self.slots + self.kept) * self.slot + self.cache + self.computing(self.batch, self.sequences)
+        return self.adapters + self.cache + self.computing(self.batch, self.sequences)
 
     @property
     def reason(self) -> str:
         """What decides the largest use."""
         parts = {
-            f"{self.kept} adapters and {self.slots} slots": (self.slots + self.kept) * self.slot,
+            f"{self.kept} adapters and {self.slots} slots": self.adapters,
             "a full cache": self.cache,
             f"a batch of {self.batch:,} tokens": batch_bytes(self.model, self.batch),
             f"the logits of {self.sequences} sequences": self.computing(0, self.sequences),
@@ -226,6 +232,7 @@ def need_of(config: ServerConfig, size: Size) -> Need:
     trained = FULL_BYTES * size.parameters if config.full_finetuning else frozen
     ranks = trainer.placement.ranks if config.modes.trains else 0
     lora = config.backend_config.lora
+    numbers = 0 if config.full_finetuning else width * lora.max_lora_rank
     cache = kv_cache_bytes(model, length, inference.max_num_seqs)
     return Need(
         config.served_names[0],
@@ -235,7 +242,8 @@ def need_of(config: ServerConfig, size: Size) -> Need:
         _passing(config, model, frozen, length) if ranks == 1 and not config.full_finetuning else None,
         VllmUse(
             model,
-            slot=0.0 if config.full_finetuning else width * lora.max_lora_rank * slot_features(model),
+            slot=numbers * slot_features(model),
+            adapter=numbers * adapter_features(model),
             slots=lora.slots,
             kept=kept_adapters(model, lora),
             cache=cache,

@@ -33,7 +33,7 @@ from skyrl.cli.launcher.memory_estimate import (
     packed_numbers,
     size_of,
 )
-from skyrl.inference.model_options import kept_adapters, kv_cache_bytes, slot_features
+from skyrl.inference.model_options import adapter_features, kept_adapters, kv_cache_bytes, slot_features
 
 STUDENT = {"base_model": "tiny", "served_model_names": ["student"]}
 TEACHER = {"base_model": "tiny", "served_model_names": ["teacher"], "uses": ["sample"]}
@@ -113,10 +113,10 @@ def test_a_vllm_has_its_embedding_twice_and_room_for_adapters() -> None:
     assert packed_numbers(QWEN) == 151_936 * 896
     assert packed_numbers(QWEN | {"tie_word_embeddings": False}) == 2 * 151_936 * 896
     attention, mlp = 24 * (4 * 896 + 2 * 896 + 2 * 128), 24 * (3 * 896 + 3 * 4864)
-    assert slot_features(QWEN) == attention + mlp + 896 + 151_936
+    assert adapter_features(QWEN) == attention + mlp + 896 + 151_936
     mixture = QWEN | {"num_experts": 8, "moe_intermediate_size": 64}
-    assert slot_features(mixture) == 896 + 151_936
-    assert packed_numbers({}) == slot_features({}) == 0
+    assert adapter_features(mixture) == slot_features(mixture) == slot_features(QWEN) == 896 + 151_936
+    assert packed_numbers({}) == adapter_features({}) == slot_features({}) == 0
 
 
 def test_a_cpu_keeps_adapters_of_a_gigabyte_unless_a_key_says_how_many() -> None:
@@ -140,7 +140,7 @@ def test_a_vllm_in_use_has_adapters_a_full_cache_and_what_it_computes(tmp_path: 
     assert (use.cache, use.token) == (cache, 2 * 4 * 24 * 128)
     assert use.computing(8192, 1) == batch
     assert use.computing(1, 200) == logits
-    assert use.most == (8 + 11) * use.slot + cache + max(batch, logits)
+    assert use.most == 8 * use.slot + 11 * use.adapter + cache + max(batch, logits)
     assert use.reason == "mostly 11 adapters and 8 slots"
     assert use.scoring(1000) == 4 * 1000 * (8 * 896 + 3 * 4864) + SCORES_BYTES
     assert use.scoring(10) == 10 * (4 * (8 * 896 + 3 * 4864) + LOGITS_COPIES * 4 * 151_936)
@@ -162,7 +162,7 @@ def test_the_peak_is_what_is_ready_and_what_comes_in_use(tmp_path: Path) -> None
     full = need(**{"trainer.full_finetuning": True})
     assert full.peak(10e9)[0] == full.total + full.use.most
     assert "without its passes, which are not estimated" in full.peak(10e9)[1]
-    assert full.use.slot == 0
+    assert full.use.slot == full.use.adapter == 0
 
 
 @pytest.mark.parametrize("case", ["dense-fp8", "latent-mixture-int4", "fused-mixture-mxfp4"])
