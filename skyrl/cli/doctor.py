@@ -24,16 +24,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from skyrl.base.adapter_files import MAX_CONFIG_BYTES
 from skyrl.base.config.loading import load_config
+from skyrl.base.config.pass_memory import FLOAT_BYTES
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.config.several import base_models_of
+from skyrl.base.model_files import model_config
 from skyrl.base.tiny import model_path
 from skyrl.cli.launcher.auto_slots import with_slots
 from skyrl.cli.launcher.main import with_threads
 from skyrl.cli.launcher.memory_estimate import memory_sentence, size_of
 from skyrl.cli.launcher.preflight import devices_of
+from skyrl.inference.model_options import slot_features
 from skyrl.inference.vllm_command import cuda_devices, plugin_installed
 from skyrl.runtime.ray_cluster.connection import NoCluster, check_reachable, find_address
+from skyrl.storage.checkpoint_store.held import MOST_BYTES, PART_OF_FREE, SHARED_MEMORY, room_in
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.migrate import SchemaError, newest_revision, revision_of
 
@@ -255,6 +260,28 @@ def check_losses(config: ServerConfig) -> Check:
     return Check("losses", "ok", undecided or f"stable_reinforce: {config.losses.stable_reinforce}")
 
 
+def check_shared_memory(base_models: Sequence[ServerConfig], tmpfs: Path = SHARED_MEMORY) -> list[Check]:
+    """Whether unnamed saves can be handed over in memory. No row for a server that hands none over so."""
+    parts = [part for part in base_models if part.modes.trains and part.modes.manages_inference]
+    numbers = [
+        part.backend_config.lora.max_lora_rank * slot_features(model_config(part.base_model_path))
+        for part in parts
+        if not part.full_finetuning and not part.weights_travel
+    ]
+    if not any(numbers):
+        return []
+    name, largest = "shared memory", FLOAT_BYTES * max(numbers) + MAX_CONFIG_BYTES
+    of_each = f"an unnamed save of the highest rank takes {1e-6 * largest:,.1f} MB"
+    if largest > MOST_BYTES:
+        return [Check(name, "ok", f"{of_each}, more than memory ever holds: it waits for the disk")]
+    room = room_in(tmpfs) if tmpfs.is_dir() else 0
+    found = f"{of_each}, and in {tmpfs} all together may take {1e-6 * room:,.1f} MB"
+    if largest <= room:
+        return [Check(name, "ok", found)]
+    fix = f"until {1e-6 * PART_OF_FREE * largest:,.0f} MB are free there (Docker: --shm-size), saves wait for the disk"
+    return [Check(name, "warning", found, fix)]
+
+
 def check_base_models(config: ServerConfig) -> list[Check]:
     """A row for each base model, and one for the memory of all. Asks no model hub."""
     name = "base model"
@@ -319,6 +346,7 @@ def checks(
         check_ray(config),
         check_losses(config),
         *check_base_models(config),
+        *check_shared_memory(base_models),
         *([Check("adapters", "ok", about_slots)] if about_slots else []),
     ]
 

@@ -153,6 +153,10 @@ def test_a_server_has_time_to_stop_and_no_rights(name: str) -> None:
     assert "no-new-privileges:true" in service["security_opt"]
 
 
+def test_the_server_hands_saves_over_in_shared_memory() -> None:
+    assert ALL["skyrl"]["shm_size"] == "2gb"
+
+
 def test_prometheus_scrapes_the_services_of_compose() -> None:
     [prometheus] = documents(DEPLOY / "prometheus.yml")
     [job] = prometheus["scrape_configs"]

@@ -84,6 +84,10 @@ def test_the_unit_hides_no_gpu() -> None:
     assert not {"PrivateDevices", "DeviceAllow", "DevicePolicy", "ProtectClock"} & settings().keys()
 
 
+def test_saves_in_memory_outlive_the_unit() -> None:
+    assert "RemoveIPC" not in settings()
+
+
 def test_directories_of_the_unit_are_those_that_systemd_makes() -> None:
     found = settings()
     made = {f"/var/lib/{found['StateDirectory'][0]}", f"/var/cache/{found['CacheDirectory'][0]}"}

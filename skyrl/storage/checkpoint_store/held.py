@@ -42,6 +42,12 @@ ON_ITS_WAY_S = 10.0
 """How long a host that sees the state directory, and not the memory, waits for a version's files."""
 
 
+def room_in(tmpfs: Path) -> int:
+    """The bytes that all held versions may take there together. Raises OSError."""
+    space = os.statvfs(tmpfs)
+    return min(MOST_BYTES, space.f_bavail * space.f_frsize // PART_OF_FREE)
+
+
 class NotHere(OSError):
     """A version is in the memory of another host, and will soon be on the disk."""
 
@@ -135,9 +141,7 @@ class HeldVersions:
             return False
         with self._lock:
             try:
-                space = os.statvfs(self._tmpfs)
-                room = min(MOST_BYTES, space.f_bavail * space.f_frsize // PART_OF_FREE)
-                if sum(self._bytes.values()) + most_bytes > room:
+                if sum(self._bytes.values()) + most_bytes > room_in(self._tmpfs):
                     return False
                 self._memory.mkdir(mode=0o700, exist_ok=True)
                 if not _is_own(self._memory):

