@@ -63,12 +63,14 @@ def test_a_course_measures_every_operation_and_all_parts_of_a_server(
     assert by_name["training alone"].sampled_per_s == 0 < by_name["training alone"].trained_per_s
     assert by_name["sampling, 1 adapter"].trained_per_s == 0 < by_name["sampling, 1 adapter"].sampled_per_s
     assert all(0.1e9 < found.ready[part] < 3e9 for part in ("trainer", "vLLM", "server"))
-    assert (found.passed.rows, found.passed.measured_rows) == (128, 128)
+    assert found.passed is not None
+    assert found.passed.full
+    assert found.passed.rows == 128
     assert found.cache_tokens is not None
     assert found.cache_tokens > 10_000
     assert found.adapter is None
-    assert any("is estimated" in note for note in found.notes)
-    assert f"a training pass of {found.passed.rows} tokens" in said
+    assert found.notes == ["not measured, give more --minutes: adapters in training"]
+    assert said[0] == "training"
 
 
 def command(directory: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -95,12 +97,12 @@ def test_the_command_measures_the_tiny_model_and_leaves_only_its_answer(
     answer: dict[str, Any] = json.loads(out)
     assert left_behind(tmp_path) == []
     assert answer["tenants"] > 100
-    assert answer["found"]["adapter"] == pytest.approx(answer["predicted"]["adapter in training"], rel=0.5)
     assert {limit["what"] for limit in answer["limits"]} == {
         *("memory", "slots", "kept adapters", "key-value cache", "cores")
     }
-    for part in ("trainer", "vLLM", "ready", "trainer in its largest pass"):
-        assert abs(answer["off"][part]) < 0.25, part
+    parts = {"trainer", "vLLM", "server", "all", "pass", "adapter in training", "adapter in vLLM"}
+    assert answer["off"].keys() == parts
+    assert {part: off for part, off in answer["off"].items() if abs(off) > 0.15} == {}
     for name in [name for name in os.environ if name.startswith("SKYRL_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -148,6 +148,11 @@ class Passing:
         """Bytes of an adapter's weights."""
         return float(FLOAT_BYTES * self.widths.adapter_numbers(self.rank))
 
+    @property
+    def in_training(self) -> float:
+        """Bytes of an adapter in training: weights, gradient and two moments."""
+        return 4 * self.adapter
+
     def kept(self, rows: int) -> float:
         """Bytes that a micro-batch keeps for its backward."""
         return float(FLOAT_BYTES * rows * self.widths.layers * self.widths.kept_numbers(self.rank))
@@ -188,4 +193,4 @@ class Passing:
 
     def _with(self, kept: float, rows: int, trained: int) -> float:
         backward = float(FLOAT_BYTES * rows * BACKWARD_WIDTHS * self.widths.between)
-        return max(kept + max(self.logits(trained), backward) + 4 * self.adapter, STEP_BUFFERS * self.adapter)
+        return max(kept + max(self.logits(trained), backward) + self.in_training, STEP_BUFFERS * self.adapter)

@@ -67,9 +67,7 @@ class Tenant:
     def __init__(self, url: str, number: int, base_model: str, clock: Clock, times: Times) -> None:
         limits = httpx.Limits(max_connections=None)
         headers = {"X-API-Key": f"tml-capacity-{number}"}
-        self._http = httpx.Client(
-            base_url=f"{url}/api/v1", headers=headers, trust_env=False, timeout=REQUEST_S, limits=limits
-        )
+        self._http = httpx.Client(base_url=f"{url}/api/v1", headers=headers, trust_env=False, limits=limits)
         self._base_model, self._clock, self._times = base_model, clock, times
         self._orders, self._samples, self._saves = itertools.count(1), itertools.count(), itertools.count()
         self._draw = random.Random(number)
@@ -78,16 +76,16 @@ class Tenant:
         self._session = self._post("create_session", body)["session_id"]
 
     def close(self) -> None:
-        """End the session, and with it the adapter in training. A server that is gone has ended it, too."""
-        with suppress(httpx.TransportError):
-            self._http.post(f"/sessions/{self._session}/finish")
+        """End the session, and with it the adapter in training, while there is time. A server that is gone has ended
+        it, too."""
+        with suppress(Failed):
+            self._ask(f"sessions/{self._session}/finish", {})
         self._http.close()
 
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The answer of a route; with a result to wait for, that result."""
         answer = self._ask(path, {**body, "type": path})
         while "request_id" in answer:
-            self._clock.check()
             outcome = self._ask("retrieve_future", {"request_id": answer["request_id"]})
             if outcome.get("type") != "try_again":
                 if "error" in outcome:
@@ -96,9 +94,11 @@ class Tenant:
         return answer
 
     def _ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        self._clock.check()
         try:
-            answer = self._http.post(f"/{path}", json=body)
+            answer = self._http.post(f"/{path}", json=body, timeout=min(REQUEST_S, max(0.01, self._clock.left_s)))
         except httpx.TransportError as error:
+            self._clock.check()
             raise Failed(f"{path}: {error or type(error).__name__}") from error
         content = answer.json()
         if answer.is_error and answer.status_code != httpx.codes.REQUEST_TIMEOUT:

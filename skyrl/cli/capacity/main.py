@@ -1,7 +1,7 @@
 """The command `skyrl capacity`: its options, its exit codes, and how its answer is printed.
 
-Exit code: 0 with an answer; 1 if the server does not start, or the time is too short; 2 for a configuration that cannot
-be measured.
+Exit code: 0 with an answer; 1 if the server does not start, or too little was measured; 2 for a configuration that
+cannot be measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def capacity(
     backend_config: Annotated[str | None, typer.Option(help="JSON, as for `skyrl serve`.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads, as for `skyrl serve`.")] = None,
     config: Annotated[Path | None, typer.Option(help="The server's TOML file; flags and SKYRL_* override it.")] = None,
-    minutes: Annotated[float, typer.Option(min=1, max=120, help="How long it may take, before the server ends.")] = 5.0,
+    minutes: Annotated[float, typer.Option(min=1, max=120, help="How long it takes at most.")] = 5.0,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 64,
     max_tokens: Annotated[int, typer.Option(min=1, help="Sampled tokens of a sample.")] = 32,
     samples: Annotated[int, typer.Option(min=1, max=256, help="Samples that a tenant has in flight.")] = 16,
@@ -53,12 +53,14 @@ def capacity(
         signal.signal(signal.SIGTERM, before)
     if as_json:
         typer.echo(json.dumps(answer.as_json(), indent=2))
-        return
-    from rich.console import Console
+    else:
+        from rich.console import Console
 
-    from skyrl.cli.capacity.view import view
+        from skyrl.cli.capacity.view import view
 
-    Console().print(view(answer))
+        Console().print(view(answer))
+    if answer.tenants is None:
+        raise typer.Exit(1)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -5,6 +5,7 @@ Knows which operations tell what. Does not know what follows from the numbers.
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 import time
@@ -23,12 +24,14 @@ SETTLE_S = 35.0
 SHORTEST_S, LONGEST_S = 4.0, 15.0
 """Of a measured window."""
 WARM_ROWS, REPEATS = 128, 3
+REPEAT_SHARE = 0.2
+"""The part of the time that is left which operations may take that are repeated."""
 LONGEST_ROW = 512
 PASS_SHARE = 0.15
-"""The part of the time that is left which the largest training pass may take."""
-ENOUGH_BYTES = 200e6
-"""The adapters that are added take so much together, if that is not too many."""
-FEWEST, MOST = 2, 8
+"""The same for the largest training pass."""
+ENOUGH_BYTES = 100e6
+"""The adapters that are added take so much together, if they are not too many."""
+FEWEST, MOST = 2, 24
 """Adapters that are added."""
 _CACHE = re.compile(r"KV cache size: ([\d,]+) tokens")
 
@@ -55,42 +58,39 @@ class Course:
         self._server, self._memory, self._clock, self._load, self._say = server, memory, clock, load, say
         self._base_model, self._rank, self._vocabulary, self._rows = base_model, rank, vocabulary, rows
         self._adapter, self._slots = adapter, slots
-        self._times = Times()
-        self._notes: list[str] = []
+        self._times, self._numbers = Times(), itertools.count()
+        self._missing: list[str] = []
         self._throughput: list[Throughput] = []
         self._tenants: list[Tenant] = []
+        """Who have a version to sample from, but for the first one at the beginning."""
         self._row_s = 0.0
         """Seconds that a token of a training pass takes."""
+        self._resting: float | None = None
+        """Bytes of the trainer at rest with the first tenant's adapter; None without the time to wait for that."""
+        self._passed: Passed | None = None
+        self._of_adapter: float | None = None
+        self._of_sampled: float | None = None
 
     def run(self, stack: ExitStack) -> Found:
         """Everything, in an order in which each part is measured before the next one disturbs it. What there is no time
-        for is left out, with a note; but not the operations, nor a training pass. Raises Failed."""
+        for is left out, with a note. Raises Failed."""
         ready = self._memory.used()
-        first = self._new(stack)
-        self._row_s = self._train(first)
+        self._if_time("training", lambda: self._train(stack))
         if VLLM in ready:  # it still had the adapters of the check at the start
             ready[VLLM] = min(ready[VLLM], self._memory.used()[VLLM])
-        self._save_and_sample(first)
-        settled = self._sampling("sampling, 1 adapter")
-        resting = self._memory.used()[TRAINER]
-        passed = self._largest_pass(first, resting)
-        adapter = sampled = None
-        with self._if_time("more adapters"):
-            added = self._add(stack)
-            sampled = self._sample_all(added)
-            again = self._sampling(f"sampling, {len(self._tenants)} adapters")
-            if settled and again:
-                adapter = max(0.0, self._memory.used()[TRAINER] - resting) / len(added)
-        if not adapter:
-            self._notes.append("the memory of an adapter in training is estimated: --minutes is too short")
-        self._window("training alone", samplers=0, trains=True)
-        self._window(MIXED, samplers=self._load.samples, trains=True)
+        self._if_time("versions, samples and checkpoints", self._save_and_sample)
+        self._if_time("sampling, 1 adapter", self._sample_alone)
+        self._if_time("the largest training pass", self._largest_pass)
+        self._if_time("adapters in training", lambda: self._add(stack))
+        self._if_time("training alone", lambda: self._window("training alone", samplers=0, trains=True))
+        self._if_time(MIXED, lambda: self._window(MIXED, samplers=self._load.samples, trains=True))
+        notes = [f"not measured, give more --minutes: {', '.join(self._missing)}"] if self._missing else []
         return Found(
             available=self._memory.available,
             ready=ready,
-            passed=passed,
-            adapter=adapter or None,
-            sampled=sampled or None,
+            passed=self._passed,
+            adapter=self._of_adapter,
+            sampled=self._of_sampled,
             cache_tokens=_cache_tokens(self._server.state_dir / "logs"),
             throughput=self._throughput,
             operations=[
@@ -98,28 +98,28 @@ class Course:
                 for name, seconds in self._times.of.items()
             ],
             start_s=self._server.ready_s,
-            notes=self._notes,
+            notes=notes,
         )
 
+    def _if_time(self, what: str, measure: Callable[[], None]) -> None:
+        """Time that is over, or over meanwhile, leaves a part out, and is noted."""
+        try:
+            self._clock.check()
+            self._say(what)
+            measure()
+        except OutOfTime:
+            self._missing.append(what)
+
     def _new(self, stack: ExitStack) -> Tenant:
-        tenant = Tenant(self._server.url, len(self._tenants), self._base_model, self._clock, self._times)
+        tenant = Tenant(self._server.url, next(self._numbers), self._base_model, self._clock, self._times)
         stack.callback(tenant.close)
         tenant.create(self._rank)
-        self._tenants.append(tenant)
         return tenant
 
     def _sequences(self, tenant: Tenant, rows: int) -> list[list[int]]:
         """Sequences whose passes have `rows` tokens together, or a few less."""
         each = min(LONGEST_ROW, rows)
         return [tenant.tokens(each + 1, self._vocabulary) for _ in range(max(1, rows // each))]
-
-    @contextmanager
-    def _if_time(self, what: str) -> Iterator[None]:
-        """Inside, time that is over ends the block, and is noted."""
-        try:
-            yield
-        except OutOfTime:
-            self._notes.append(f"{what}: not measured, --minutes is too short")
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
@@ -129,21 +129,30 @@ class Course:
         finally:
             self._times.counting = True
 
-    def _train(self, tenant: Tenant) -> float:
-        """The operations of training. Returns the seconds that a token of a pass takes."""
-        self._say("training")
+    def _repeated(self) -> Iterator[int]:
+        """The numbers of repetitions: up to REPEATS, but after the first one none beyond REPEAT_SHARE."""
+        began, allowed = time.monotonic(), REPEAT_SHARE * self._clock.left_s
+        for number in range(REPEATS):
+            if number and (time.monotonic() - began) * (number + 1) / number > allowed:
+                break
+            yield number
+
+    def _train(self, stack: ExitStack) -> None:
+        """The operations of training, by the first tenant."""
+        first = self._new(stack)
+        self._tenants.append(first)
         with self._uncounted():
-            tenant.train(self._sequences(tenant, WARM_ROWS))
-            tenant.step()
-        rows = self._sequences(tenant, min(self._load.trained, self._rows))
+            first.train(self._sequences(first, WARM_ROWS))
+            first.step()
+        rows = self._sequences(first, min(self._load.trained, self._rows))
         seconds: list[float] = []
-        for _ in range(REPEATS):
-            tenant.train(rows, "forward")
+        for _ in self._repeated():
+            first.train(rows, "forward")
             began = time.monotonic()
-            tenant.train(rows)
+            first.train(rows)
             seconds.append(time.monotonic() - began)
-            tenant.step()
-        return statistics.median(seconds) / sum(len(row) - 1 for row in rows)
+            first.step()
+        self._row_s = statistics.median(seconds) / sum(len(row) - 1 for row in rows)
 
     def _peak(self, tenant: Tenant, rows: int) -> float:
         """The most bytes of the trainer during a pass over so many tokens and the step after it."""
@@ -152,55 +161,41 @@ class Course:
             tenant.step_of(self._sequences(tenant, rows))
         return self._memory.peak()
 
-    def _largest_pass(self, tenant: Tenant, resting: float) -> Passed:
-        """The largest pass that the time allows, from a trainer at rest: what an earlier pass has freed would count,
-        too. Where that is not the largest of all, a smaller one before it tells what a token takes. `resting`: bytes of
-        the trainer before."""
-        small = min(self._load.trained, self._rows)
+    def _largest_pass(self) -> None:
+        """The largest pass that the time allows. It takes what earlier ones have freed and a resting trainer has given
+        back, so that it is the peak of both."""
         allowed = int(PASS_SHARE * self._clock.left_s / self._row_s) // LONGEST_ROW * LONGEST_ROW
-        if allowed >= self._rows or small == self._rows:
-            self._say(f"a training pass of {self._rows:,} tokens")
-            return Passed(self._rows, self._rows, max(0.0, self._peak(tenant, self._rows) - resting))
-        largest = max(small, allowed)
-        self._say(f"a training pass of {largest:,} tokens")
-        found = self._peak(tenant, small) - resting
-        of_row = found / small
-        if largest > small:
-            of_small, found = found, self._peak(tenant, largest) - resting
-            of_row = (found - of_small) / (largest - small)
-        self._notes.append(
-            f"a training pass of {self._rows:,} tokens was not measured: what {largest:,} took is drawn on"
-        )
-        return Passed(self._rows, largest, max(0.0, found) + max(0.0, of_row) * (self._rows - largest))
+        rows = min(self._rows, max(self._load.trained, allowed))
+        self._passed = Passed(rows, self._peak(self._tenants[0], rows), full=rows == self._rows)
 
-    def _save_and_sample(self, tenant: Tenant) -> None:
-        self._say("versions, samples and checkpoints")
-        prompt = tenant.tokens(self._load.prompt, self._vocabulary)
-        for number in range(REPEATS):
+    def _save_and_sample(self) -> None:
+        first = self._tenants[0]
+        prompt = first.tokens(self._load.prompt, self._vocabulary)
+        for number in self._repeated():
             with self._uncounted():
-                tenant.step_of(self._sequences(tenant, 16))
-            tenant.save()
-            tenant.sample(prompt, 1, "first token of a new version")
-            tenant.sample(prompt, self._load.answer)
-            tenant.save_and_load(f"capacity-{number}")
+                first.step_of(self._sequences(first, 16))
+            first.save()
+            first.sample(prompt, 1, "first token of a new version")
+            first.sample(prompt, self._load.answer)
+            first.save_and_load(f"capacity-{number}")
 
-    def _sampling(self, what: str) -> bool:
-        """Sample alone. Returns whether that took long enough for the trainer to come to rest: only where the time is
-        enough for the two windows with training, too."""
+    def _sample_alone(self) -> None:
+        """Sample from the first tenant, until the trainer is at rest if there is the time to wait for that twice."""
+        if self._sampling("sampling, 1 adapter", rests=2):
+            self._resting = self._memory.used()[TRAINER]
+
+    def _sampling(self, what: str, *, rests: int) -> bool:
+        """Sample from all tenants who have a version, while nobody trains. Whether the trainer is at rest then: only
+        where the time is enough to wait for that so many times, and to train in the windows that follow."""
+        training_s = 2 * (4 * SHORTEST_S + 2 * self._row_s * self._load.trained)
         settles = self._memory.settles
-        enough = settles and self._clock.left_s > SETTLE_S + 2 * (4 * SHORTEST_S + 2 * self._row_s * self._load.trained)
-        self._window(what, samplers=self._load.samples, trains=False, seconds=SETTLE_S if enough else None)
+        enough = settles and self._clock.left_s > rests * SETTLE_S + training_s
+        self._window(what, samplers=self._load.samples, seconds=SETTLE_S if enough else None)
         return enough or not settles
 
-    def _window(self, what: str, *, samplers: int, trains: bool, seconds: float | None = None) -> None:
+    def _window(self, what: str, *, samplers: int, trains: bool = False, seconds: float | None = None) -> None:
         """Some seconds with so many samples in flight, from all tenants in turns, while the first one trains or not."""
-        with self._if_time(what):
-            self._clock.check()
-            self._measure_window(what, samplers, trains, seconds)
-
-    def _measure_window(self, what: str, samplers: int, trains: bool, seconds: float | None) -> None:
         seconds = seconds or min(LONGEST_S, max(SHORTEST_S, self._clock.left_s / 12))
-        self._say(f"{what}, {seconds:.0f} s")
         first = self._tenants[0]
         workers: list[Callable[[], float]] = [
             self._sampler(self._tenants[number % len(self._tenants)]) for number in range(samplers)
@@ -227,27 +222,33 @@ class Course:
         parts = parts_of_server(self._server.pid)
         return {part: sum(map(cpu_seconds, pids)) for part, pids in parts.items()}
 
-    def _add(self, stack: ExitStack) -> list[Tenant]:
-        """More tenants, each with moments and a gradient."""
-        wanted = MOST if not self._adapter else min(MOST, max(FEWEST, int(ENOUGH_BYTES / self._adapter)))
-        wanted = max(1, min(wanted, self._slots - 1))
-        self._say(f"{wanted} more tenants")
+    def _add(self, stack: ExitStack) -> None:
+        """More tenants, each with moments and a gradient; then the trainer comes to rest while they sample."""
+        wanted = max(FEWEST, min(MOST, int(ENOUGH_BYTES / self._adapter))) if self._adapter else FEWEST
         added: list[Tenant] = []
         for _ in range(wanted):
             added.append(tenant := self._new(stack))
             with self._uncounted():
                 tenant.step_of(self._sequences(tenant, 16))
                 tenant.train(self._sequences(tenant, 16))
-        return added
+        self._sample_all(added)
+        rests = self._sampling(f"sampling, {len(self._tenants)} adapters", rests=1)
+        if self._resting is None or not rests:
+            raise OutOfTime("too little for a trainer at rest")
+        self._of_adapter = max(0.0, self._memory.used()[TRAINER] - self._resting) / len(added) or None
 
-    def _sample_all(self, added: Sequence[Tenant]) -> float | None:
-        """The bytes that vLLM takes for each of these tenants' adapters; None where vLLM's share is fixed."""
+    def _sample_all(self, added: Sequence[Tenant]) -> None:
+        """A version of each of these tenants, while there are slots that no earlier version had: what each takes there
+        and beside. Where vLLM's share is fixed, nothing is measured."""
+        unused = self._slots - len(self._times.of.get("save_weights_for_sampler", ()))
         before = self._memory.used()
-        for tenant in added:
+        for tenant in added[: max(1, unused)]:
             tenant.save()
             tenant.sample(tenant.tokens(8, self._vocabulary), 1, "first token of a new version")
+            self._tenants.append(tenant)
         after = self._memory.used()
-        return max(0.0, after[VLLM] - before[VLLM]) / len(added) if VLLM in after else None
+        if VLLM in after and unused > 0:
+            self._of_sampled = max(0.0, after[VLLM] - before[VLLM]) / (len(self._tenants) - 1) or None
 
 
 def _cache_tokens(logs: Path) -> int | None:

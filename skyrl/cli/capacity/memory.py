@@ -53,7 +53,8 @@ class HostMemory:
     def __init__(self) -> None:
         self.available = free_host_bytes()
         self.launcher = 0
-        self._before: dict[int, tuple[float, int]] = {}
+        self._before = 0.0
+        self._resident: dict[int, int] = {}
 
     def used(self) -> dict[str, float]:
         parts = parts_of_server(self.launcher)
@@ -61,16 +62,15 @@ class HostMemory:
         return {name: sum(each[pid] for pid in pids) for name, pids in parts.items()}
 
     def watch(self) -> None:
+        self._before = self.used()[TRAINER]
         trainer = parts_of_server(self.launcher)[TRAINER]
-        shared = shared_bytes(trainer)
         for pid in trainer:
             forget_peak_of(pid)
-        self._before = {pid: (shared[pid], resident_bytes(pid)) for pid in trainer}
+        self._resident = {pid: resident_bytes(pid) for pid in trainer}
 
     def peak(self) -> float:
-        return sum(
-            shared + max(0, peak_resident_bytes(pid) - resident) for pid, (shared, resident) in self._before.items()
-        )
+        risen = [max(0, peak_resident_bytes(pid) - resident) for pid, resident in self._resident.items()]
+        return self._before + sum(risen)
 
 
 class DeviceMemory:

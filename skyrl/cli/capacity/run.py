@@ -20,7 +20,7 @@ from skyrl.base.config.loading import PREFIX
 from skyrl.base.config.pass_memory import ON_CPU
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.model_files import model_config
-from skyrl.cli.capacity.answer import ADAPTER_COPIES, Answer, Found, Load, Setting, answer_of
+from skyrl.cli.capacity.answer import Answer, Found, Load, Setting, answer_of
 from skyrl.cli.capacity.client import Clock, Failed
 from skyrl.cli.capacity.measure import Course
 from skyrl.cli.capacity.memory import DeviceMemory, HostMemory
@@ -34,13 +34,17 @@ from skyrl.inference.model_options import kept_adapters
 
 SESSION_S = 86_400
 """Sessions send no heartbeats here."""
+STOP_S = 10.0
+"""The last part of the time. A server that has not ended then is killed."""
+GRACE_S = 5.0
+"""For a pass that runs when the server is to end."""
 Say = Callable[[str], None]
 
 
 def measured(config: ServerConfig, load: Load, minutes: float, say: Say) -> Answer:
     """Measure, and keep the number for `max_loras`. Raises ConfigError, ServerFailed and Failed."""
     check_measurable(config)
-    clock = Clock(60 * minutes)
+    clock = Clock(60 * minutes - STOP_S)
     given = config.backend_config.lora.max_loras
     config = config.model_copy(update={"backend_config": parse_backend_config(of_backend(config))})
     config, sentence = with_slots(with_threads(config))
@@ -60,9 +64,12 @@ def measured(config: ServerConfig, load: Load, minutes: float, say: Say) -> Answ
         cores=len(os.sched_getaffinity(0)),
         threads=config.threads,
         gpus=tuple(devices),
+        more_apis=config.api_processes - 1,
     )
     found = _found(config, load, clock, devices, need, say)
     answer = answer_of(setting, load, found, need)
+    if answer.auto is None or found.passed is None:
+        return answer
     try:
         write(config, Kept(answer.auto, found.available, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")))
     except OSError as error:
@@ -95,7 +102,8 @@ def environment_of(config: ServerConfig, outer: Mapping[str, str]) -> dict[str, 
     capacity depends on, but for `backend_config`. Keys of a real server's state and clients are left out."""
     own = {f"{PREFIX}{name.upper()}" for name in ServerConfig.model_fields}
     kept = {name: value for name, value in outer.items() if name.upper() not in own}
-    values: dict[str, Any] = of_server(config) | {"session_timeout_s": SESSION_S, "threads": config.threads}
+    own_values = {"session_timeout_s": SESSION_S, "stop_grace_s": GRACE_S, "threads": config.threads}
+    values: dict[str, Any] = of_server(config) | own_values
     return kept | {f"{PREFIX}{name.upper()}": _text(value) for name, value in values.items()}
 
 
@@ -116,7 +124,7 @@ def _found(
         memory = HostMemory() if not devices else DeviceMemory(_of_trainer(config, devices))
         environment = environment_of(config, os.environ)
         server = DemoServer(directory / "state", backend_config=of_backend(config), environment=environment)
-        stack.callback(server.stop)
+        stack.callback(lambda: server.stop(max(1.0, clock.left_s + STOP_S)))
         say("a server starts")
         server.start()
         memory.launcher = server.pid
@@ -131,7 +139,7 @@ def _found(
             rank=config.backend_config.lora.max_lora_rank,
             vocabulary=vocabulary,
             rows=passing.rows if passing is not None else _micro_batch(config),
-            adapter=0.0 if passing is None else ADAPTER_COPIES * passing.adapter,
+            adapter=0.0 if passing is None else passing.in_training,
             slots=config.backend_config.lora.slots,
             say=say,
         )

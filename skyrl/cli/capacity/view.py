@@ -8,30 +8,30 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from skyrl.cli.capacity.answer import Answer, advice, far_off
-from skyrl.cli.capacity.memory import TRAINER
-from skyrl.cli.launcher.memory_estimate import gb
-
-MB_BELOW = 1e9
+from skyrl.cli.capacity.answer import IN_TRAINING, IN_VLLM, LARGEST_PASS, PASS, Answer, advice, far_off
 
 
 def view(answer: Answer) -> RenderableType:
     setting, load = answer.setting, answer.load
     where = f"GPUs {', '.join(setting.gpus)}" if setting.gpus else f"{setting.cores} cores"
-    binding = answer.limits[0]
-    title = (
-        f"{setting.base_model}, rank {setting.rank}: {answer.tenants} tenants can train at once, "
-        f"{setting.engines * answer.slots} adapters are sampled from at once, "
-        f"{setting.engines * max(setting.kept, answer.slots)} are kept"
-    )
+    title = f"{setting.base_model}, rank {setting.rank}"
+    if answer.tenants is not None:
+        title += (
+            f": {answer.tenants} tenants can train at once, {setting.engines * answer.slots} adapters are sampled from "
+            f"at once, {setting.engines * max(setting.kept, answer.slots)} are kept"
+        )
     shape = (
         f"{where}, {setting.threads} threads; a tenant has {load.samples} samples of {load.prompt} + {load.answer} "
         f"tokens in flight, and trains on {load.trained} tokens a pass"
     )
-    lines = [Text(title, "bold"), Text(shape), Text(f"binds first: {binding.what} ({binding.then}): {binding.key}")]
+    lines = [Text(title, "bold"), Text(shape)]
+    if answer.limits:
+        first = answer.limits[0]
+        lines.append(Text(f"binds first: {first.what} ({first.then}): {first.key}"))
     notes = [Text(f"note: {note}", "yellow") for note in answer.found.notes]
     if far := far_off(answer):
-        notes.append(Text(f"note: more than 15 % from what skyrl doctor predicts: {', '.join(far)}", "yellow"))
+        names = ", ".join(_label(name, answer) for name in far)
+        notes.append(Text(f"note: more than 15 % from what skyrl doctor predicts: {names}", "yellow"))
     tables = [part for table in (_limits, _memory, _throughput, _operations) for part in (Text(), table(answer))]
     return Group(*lines, *tables, Text(), *notes, Text(advice(answer)))
 
@@ -54,27 +54,23 @@ def _limits(answer: Answer) -> Table:
     return table
 
 
-def size(value: float) -> str:
-    """Bytes for people, small ones too."""
-    return f"{value / 1e6:,.1f} MB" if value < MB_BELOW else gb(value)
+def _label(name: str, answer: Answer) -> str:
+    passed = answer.found.passed
+    special = {
+        PASS: f"trainer, in a pass of {passed.rows:,} tokens" if passed is not None else "",
+        LARGEST_PASS: "trainer, at most",
+        IN_TRAINING: "an adapter in training",
+        IN_VLLM: "an adapter in vLLM",
+    }
+    return special.get(name) or f"{name}, ready"
 
 
 def _memory(answer: Answer) -> Table:
-    table, found, predicted = _table("memory", "measured", "predicted"), answer.found, answer.predicted
-    measured = {f"{name}, ready": (value, name) for name, value in found.ready.items()}
-    measured["all, ready"] = (answer.room.ready, "ready")
-    largest = "trainer in its largest pass"
-    measured[f"trainer, in a pass of {found.passed.rows:,} tokens"] = (
-        found.ready[TRAINER] + found.passed.bytes,
-        largest,
-    )
-    if found.adapter is not None:
-        measured["an adapter in training"] = (found.adapter, "adapter in training")
-    if found.sampled is not None:
-        measured["an adapter in vLLM"] = (found.sampled, "adapter in vLLM")
-    for name, (value, key) in measured.items():
-        table.add_row(name, size(value), size(predicted[key]) if key in predicted else "–")
-    table.add_row("free before the start", size(found.available), "–")
+    table, measured, predicted = _table("memory, MB", "measured", "predicted"), answer.measured, answer.predicted
+    for name in {**measured, **predicted}:
+        sizes = [f"{each[name] / 1e6:,.1f}" if name in each else "–" for each in (measured, predicted)]
+        table.add_row(_label(name, answer), *sizes)
+    table.add_row("free before the start", f"{answer.found.available / 1e6:,.1f}", "–")
     return table
 
 

@@ -101,13 +101,13 @@ class DemoServer:
     def status(self) -> dict[str, Any]:
         return self._http.get("/statusz", timeout=60.0).json()
 
-    def stop(self) -> None:
-        """Send SIGTERM, and wait until the server has ended. Kills the server after 180 s."""
+    def stop(self, timeout_s: float = 180.0) -> None:
+        """Send SIGTERM, and wait until the server has ended. Kills the server after `timeout_s`."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(timeout=180)
+            self._process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

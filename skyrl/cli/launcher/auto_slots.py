@@ -25,8 +25,6 @@ SHRUNK = 0.9
 """With less than this part of the memory that was free at the measurement, its number no longer counts."""
 GPU_BYTES = 2
 """Of a number of a base model or an adapter in vLLM, on a GPU."""
-_ADAPTER_COPIES = 4
-"""Weights, gradient and two moments."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +87,9 @@ def _on_cpu(config: ServerConfig, available: float, most: int) -> Slots:
     room = Room(
         available=available,
         ready=need.total + server_bytes(config),
-        passing=passing,
+        passing=passing - need.passing.in_training,
         sampling=need.use.cache + need.use.computing(need.use.batch, need.use.sequences),
-        adapter=_ADAPTER_COPIES * need.passing.adapter,
+        adapter=need.passing.in_training,
         slot=need.use.slot,
         kept=need.use.adapter,
         engines=need.engines,

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from skyrl import __version__
+from skyrl.base import model_files
 from skyrl.base.config.backend import MAX_LORAS, dotted_keys
 from skyrl.base.config.server import ServerConfig
 from skyrl.inference.vllm_command import cuda_devices
+from skyrl.runtime.processes.gpus import gpu_memory
 from skyrl.runtime.processes.host_resources import limit_bytes
 
 MOST_FILES = 64
@@ -61,15 +63,16 @@ def file_of(config: ServerConfig) -> Path:
     """Where the answer for this configuration is kept: its name stands for the base model's files, the keys that decide
     over memory (but for `max_loras`), the versions of skyrl and vLLM, and the machine's cores, memory and GPUs. Raises
     OSError."""
-    path = Path(config.base_model_path)
-    files = sorted((file.name, file.stat().st_size) for file in path.glob("*.*")) if path.is_dir() else []
-    described = path / "config.json"
+    described = model_files.file_of(config.base_model_path, "config.json")
+    files = sorted((file.name, file.stat().st_size) for file in described.parent.glob("*.*")) if described else []
+    devices = cuda_devices()
+    gpus = gpu_memory() if devices else {}
     settings = {key: value for key, value in of_backend(config).items() if key != MAX_LORAS}
     facts = {
-        "model": [str(path), files, described.read_text() if described.is_file() else ""],
-        "settings": [settings, config.adapter_dtype, config.devices, config.threads],
+        "model": [str(described), files, model_files.whole_config(config.base_model_path)],
+        "settings": [settings, config.adapter_dtype, config.devices, config.threads, config.api_processes],
         "versions": [__version__, _vllm()],
-        "machine": [len(os.sched_getaffinity(0)), limit_bytes(), cuda_devices()],
+        "machine": [len(os.sched_getaffinity(0)), limit_bytes(), devices, {gpu: gpus[gpu].total for gpu in gpus}],
     }
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return directory() / f"{name}.json"

@@ -20,7 +20,7 @@ ENGINE = "generator.inference_engine"
 @dataclass(frozen=True)
 class Room:
     """The memory that trainer and adapters share, in bytes. `available`: before the server starts. `ready`: what the
-    server takes then. `passing`: the largest training pass takes so much beside, one at a time, whoever's it is.
+    server takes then. `passing`: the largest training pass takes so much beside its adapter, one at a time.
     `sampling`: a vLLM's full cache, and what it computes. `adapter`: of each adapter in training, with gradient and
     moments. `slot` and `kept`: of each adapter that a vLLM computes with, and that it keeps. On a GPU the last three
     are 0: a vLLM's share is part of `ready`, whatever is in it."""
