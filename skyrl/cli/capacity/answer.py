@@ -201,7 +201,7 @@ def _predicted(need: Need | None, found: Found) -> dict[str, float]:
 def advice(answer: Answer) -> str:
     """What to set, in a sentence."""
     given, auto = answer.setting.slots, answer.auto
-    if auto is None:
+    if auto is None or answer.found.passed is None:
         return f"{MAX_LORAS}: too little was measured to say what fits: give more --minutes"
     if given is None:
         return f'{MAX_LORAS} = "auto" takes {auto} from now on'

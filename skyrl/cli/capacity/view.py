@@ -17,8 +17,8 @@ def view(answer: Answer) -> RenderableType:
     title = f"{setting.base_model}, rank {setting.rank}"
     if answer.tenants is not None:
         title += (
-            f": {answer.tenants} tenants can train at once, {setting.engines * answer.slots} adapters are sampled from "
-            f"at once, {setting.engines * max(setting.kept, answer.slots)} are kept"
+            f": {answer.tenants:,} tenants can train at once, {setting.engines * answer.slots} adapters are sampled "
+            f"from at once, {setting.engines * max(setting.kept, answer.slots)} are kept"
         )
     shape = (
         f"{where}, {setting.threads} threads; a tenant has {load.samples} samples of {load.prompt} + {load.answer} "
@@ -32,8 +32,9 @@ def view(answer: Answer) -> RenderableType:
     if far := far_off(answer):
         names = ", ".join(_label(name, answer) for name in far)
         notes.append(Text(f"note: more than 15 % from what skyrl doctor predicts: {names}", "yellow"))
-    tables = [part for table in (_limits, _memory, _throughput, _operations) for part in (Text(), table(answer))]
-    return Group(*lines, *tables, Text(), *notes, Text(advice(answer)))
+    tables = [table(answer) for table in (_limits, _memory, _throughput, _operations)]
+    parts = [part for table in tables if table.row_count for part in (Text(), table)]
+    return Group(*lines, *parts, Text(), *notes, Text(advice(answer)))
 
 
 def _table(*columns: str, texts: Collection[int] = (0,)) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -132,15 +133,33 @@ def test_auto_is_estimated_where_nothing_was_measured_and_other_keys_bound_it(tm
 
 
 def test_auto_takes_the_number_of_a_capacity_run_of_the_same_configuration_and_machine(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done, _ = with_slots(auto())
     file = kept_capacity.write(done, Kept(11, 19.0 * GB, "today"))
     assert file.parent == cache
     assert chosen(auto()) == (11, f"{MAX_LORAS}: auto is 11: skyrl capacity has measured it on today")
     assert chosen(load_config({"port": 9000, "backend_config": {MAX_LORAS: "auto"}}))[0] == 11, "not capacity's matter"
-    for other in (auto(**{f"{LORA}.max_lora_rank": 8}), auto(**{"trainer.micro_batch_tokens": 64})):
+    shutil.copytree(model_path(), tmp_path / "tiny")
+    changed = {"base_model": str(tmp_path / "tiny"), "backend_config": {MAX_LORAS: "auto"}}
+    others = [auto(**{f"{LORA}.max_lora_rank": 8}), auto(**{"trainer.micro_batch_tokens": 64}), load_config(changed)]
+    for other in others:
         assert "has not measured" in chosen(other)[1]
+    kept_capacity.write(with_slots(others[2])[0], Kept(12, 19.0 * GB, "today"))
+    assert chosen(others[2])[0] == 12
+    with (tmp_path / "tiny" / "model.safetensors").open("ab") as weights:
+        weights.write(b"more")
+    assert "has not measured" in chosen(others[2])[1]
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(kept_capacity, "limit_bytes", lambda: 64.0 * GB)
+        assert "has not measured" in chosen(auto())[1]
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(kept_capacity, "cuda_devices", lambda: ["0"])
+        files = set()
+        for total in (40.0, 80.0):
+            elsewhere.setattr(kept_capacity, "gpu_memory", lambda total=total: {"0": GpuMemory(total * GB, 0)})
+            files.add(kept_capacity.file_of(done))
+        assert len(files) == 2
     monkeypatch.setattr(auto_slots, "free_host_bytes", lambda: 12.0 * GB)
     number, sentence = chosen(auto())
     assert number == MOST_SLOTS
