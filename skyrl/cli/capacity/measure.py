@@ -29,9 +29,9 @@ REPEAT_SHARE = 0.2
 LONGEST_ROW = 512
 PASS_SHARE = 0.15
 """The same for the largest training pass."""
-ENOUGH_BYTES = 100e6
+ENOUGH_BYTES = 200e6
 """The adapters that are added take so much together, if they are not too many."""
-FEWEST, MOST = 2, 24
+FEWEST, MOST = 2, 48
 """Adapters that are added."""
 _CACHE = re.compile(r"KV cache size: ([\d,]+) tokens")
 
