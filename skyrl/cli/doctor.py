@@ -35,7 +35,7 @@ from skyrl.cli.launcher.auto_slots import with_slots
 from skyrl.cli.launcher.main import with_threads
 from skyrl.cli.launcher.memory_estimate import memory_sentence, size_of
 from skyrl.cli.launcher.preflight import devices_of
-from skyrl.inference.model_options import slot_features
+from skyrl.inference.model_options import adapter_features
 from skyrl.inference.vllm_command import cuda_devices, plugin_installed
 from skyrl.runtime.ray_cluster.connection import NoCluster, check_reachable, find_address
 from skyrl.storage.checkpoint_store.held import MOST_BYTES, PART_OF_FREE, SHARED_MEMORY, room_in
@@ -264,7 +264,7 @@ def check_shared_memory(base_models: Sequence[ServerConfig], tmpfs: Path = SHARE
     """Whether unnamed saves can be handed over in memory. No row for a server that hands none over so."""
     parts = [part for part in base_models if part.modes.trains and part.modes.manages_inference]
     numbers = [
-        part.backend_config.lora.max_lora_rank * slot_features(model_config(part.base_model_path))
+        part.backend_config.lora.max_lora_rank * adapter_features(model_config(part.base_model_path))
         for part in parts
         if not part.full_finetuning and not part.weights_travel
     ]

@@ -154,18 +154,18 @@ def _room(known: Answer, need: Need | None) -> Room | None:
         largest = passed.bytes
     if adapter is None or largest is None:
         return None
-    sampling = slot = 0.0
+    sampling = kept = 0.0
     if need is not None:
         sampling = need.use.cache + need.use.computing(need.use.batch, need.use.sequences)
-        slot = either[IN_VLLM] / 2
+        kept = either[IN_VLLM] * need.use.adapter / (need.use.slot + need.use.adapter or 1.0)
     return Room(
         available=known.found.available,
         ready=measured[ALL] + setting.more_apis * API_BYTES,
         passing=max(0.0, largest - measured[TRAINER] - adapter),
         sampling=sampling,
         adapter=adapter,
-        slot=slot,
-        kept=slot,
+        slot=either.get(IN_VLLM, 0.0) - kept if need is not None else 0.0,
+        kept=kept,
         engines=setting.engines,
     )
 
@@ -188,7 +188,7 @@ def _predicted(need: Need | None, found: Found) -> dict[str, float]:
     if need is None:
         return {}
     predicted = {TRAINER: need.trainer, VLLM: need.vllms, SERVER: LAUNCHER_BYTES + API_BYTES}
-    predicted |= {ALL: sum(predicted.values()), IN_VLLM: 2 * need.use.slot}
+    predicted |= {ALL: sum(predicted.values()), IN_VLLM: need.use.slot + need.use.adapter}
     if (passing := need.passing) is not None:
         free = max(0.0, found.available - need.total)
         predicted[IN_TRAINING] = passing.in_training

@@ -39,7 +39,7 @@ FOUND = Found(
     ready={"trainer": 0.4 * GB, "vLLM": 0.8 * GB, "server": 0.2 * GB},
     passed=Passed(4096, 0.6 * GB, full=True),
     adapter=4 * MB,
-    sampled=2 * MB,
+    sampled=1 * MB,
     cache_tokens=174_784,
     throughput=[Throughput("training and sampling", 300.0, 700.0, {"trainer": 0.4, "vLLM": 0.9, "server": 0.1})],
     operations=[Operation("optim_step", 3, 0.02, 0.03)],
@@ -65,7 +65,9 @@ def test_tenants_slots_and_limits_follow_from_what_was_measured() -> None:
     assert tenants["kept adapters"] == 64
     assert tenants["key-value cache"] == 174_784 // 96 // 16
     assert tenants["memory"] == found.tenants
-    beside = found.room.sampling + (8 + 64) * 1 * MB
+    kept = 1 * MB * (3 * 2240 + 640) / (3 * 2240 + 2 * 640)
+    assert (found.room.kept, found.room.slot) == (pytest.approx(kept), pytest.approx(1 * MB - kept)), "the output layer"
+    beside = found.room.sampling + 8 * (1 * MB - kept) + 64 * kept
     at_most = 0.6 * GB - 0.4 * GB - 4 * MB
     assert found.room.passing == pytest.approx(at_most), "as a longest sequence fills a micro-batch here"
     assert found.tenants == int((20 - 1.4) * GB - at_most - beside) // int(4 * MB)
