@@ -57,11 +57,11 @@ def _asked(client: openai.OpenAI, messages: list[Any], tools: Any) -> Any:
 
 
 def main() -> None:
-    url, key, _, _, seconds, _, file = sys.argv[1:]
+    url, key, _, _, _, file = sys.argv[1:]
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, timeout=120.0, max_retries=0)
     print("ready", flush=True)
-    ends_at, number = time.monotonic() + float(seconds), 0
-    while not number or time.monotonic() < ends_at:
+    number = 0
+    while not number or not journal.told_to_end():
         began, began_at = time.monotonic(), time.time()
         step(client, number)
         journal.append(Path(file), Step(seconds=time.monotonic() - began, began_at=began_at))

@@ -1,5 +1,6 @@
-"""One run from start to findings: starts the server and the tenants, injects the faults, then repeats the training on a
-server without faults.
+"""One run from start to findings: lets each tenant work alone, then all beside each other while faults come, then for
+a while without faults; then repeats the training on a server that has had none. May be ended at any moment: `rows` has
+what was found until then, and names what was not checked.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import tinker
 from skyrl.base.tiny import model_path
 from skyrl.cli.demo.server import DemoServer, ServerFailed
 from skyrl.storage.checkpoint_store.base import MANIFEST
-from tests.chaos import journal, ledger, reference, training
+from tests.chaos import ledger, reference, training
 from tests.chaos.injector import Injector, NotRecovered
-from tests.chaos.journal import Step
 from tests.chaos.kinds import KINDS, with_tools
 from tests.chaos.plan import plan
 from tests.chaos.processes import alive, tree
 from tests.chaos.report import Results, Row
 from tests.chaos.tenants import Tenant
+from tests.chaos.times import Times
 from tests.e2e.fault_proxy import FaultProxy
 
 START_S = 500.0
@@ -39,10 +40,12 @@ BOUNDS = {"probe_interval_s": 1.0, "health_timeout_s": 12.0, "step_timeout_s": 2
 """Short bounds, so that a vLLM that hangs is replaced soon."""
 SLOWER = 5.0
 """How much longer bounds and pauses are for another model than the tiny one, whose prompts take seconds."""
-CALM_S = 60.0
-"""After the last fault the tenants go on for so long: these steps are compared with those alone."""
 ALONE_S = 20.0
-"""How long each tenant makes steps alone, after the run without faults."""
+"""How long each tenant works alone at least: then it ends the step that runs, the second or a later one."""
+CALM_S = 20.0
+"""After the last fault the tenants go on for so long at least, and until each has made a whole step."""
+ALONE, FAULTS, CALM, AGAIN = "each tenant alone", "faults", "steps beside the others", "training without faults"
+PARTS = (ALONE, FAULTS, CALM, AGAIN)
 
 
 class Course:
@@ -62,31 +65,73 @@ class Course:
         self._flags = ("--base-model", str(base), "--served-model-name", training.BASE_MODEL)
         self._slower = 1.0 if model is None else SLOWER
         self._learning_rate = 2e-3 if model is None else 2e-4
-        self._calm_from = 0.0
-        self._results = Results()
+        self._times = Times()
+        self._results = Results(unchecked=[*PARTS])
+        self._stack = ExitStack()
 
     def _config(self) -> dict[str, Any]:
         bounds = BOUNDS | {name: self._slower * BOUNDS[name] for name in ("health_timeout_s", "step_timeout_s")}
         return {"generator": {"inference_engine": bounds}, "trainer.policy.model.lora.max_lora_rank": training.RANK}
 
-    def run(self) -> list[Row]:
-        with ExitStack() as stack:
-            server = DemoServer(self._directory / "state", *self._flags, backend_config=self._config())
-            stack.callback(server.stop)
-            server.start()
-            server.wait_ready(START_S)
-            proxy = stack.enter_context(FaultProxy(server.url))
-            tenants = self._with_faults(stack, server, proxy)
-            self._end(server)
-        self._without_faults(server, tenants)
+    def rows(self) -> list[Row]:
         return self._results.rows()
 
-    def _with_faults(self, stack: ExitStack, server: DemoServer, proxy: FaultProxy) -> list[Tenant]:
+    @property
+    def times(self) -> list[str]:
+        """A line about each tenant's steps beside the others; none if these were not measured."""
+        return self._results.times
+
+    def close(self) -> None:
+        """End the processes that run."""
+        self._stack.close()
+
+    def run(self) -> None:
+        """Raises whatever ends it early."""
+        try:
+            server = self._server("state")
+            self._say("each tenant works alone, for about two minutes")
+            self._alone(server)
+            self._unchecked(FAULTS, CALM, AGAIN)
+            proxy = self._stack.enter_context(FaultProxy(server.url))
+            tenants = self._with_faults(server, proxy)
+            self._end(server)
+            self._unchecked(AGAIN)
+            self._without_faults(server, tenants)
+            self._unchecked()
+        except ServerFailed as error:
+            self._results.troubles.append(str(error))
+
+    def _unchecked(self, *parts: str) -> None:
+        self._results.unchecked = [*parts]
+
+    def _server(self, name: str) -> DemoServer:
+        server = DemoServer(self._directory / name, *self._flags, backend_config=self._config())
+        self._stack.callback(server.stop)
+        server.start()
+        server.wait_ready(START_S)
+        return server
+
+    def _alone(self, server: DemoServer) -> None:
+        (directory := self._directory / "alone").mkdir()
+        for kind in KINDS:
+            with Tenant(directory, server.url, kind, self._seed, self._learning_rate) as tenant:
+                began = time.monotonic()
+                while not tenant.steps() or time.monotonic() < began + ALONE_S:
+                    if not tenant.running:
+                        raise ServerFailed(f"tenant {kind} failed alone: {tenant.log_tail()}")
+                    time.sleep(0.5)
+                tenant.enough()
+                if not tenant.reports("done", END_S):
+                    raise ServerFailed(f"tenant {kind} did not end alone: {tenant.log_tail()}")
+                self._times.alone[kind] = steps = tenant.steps()
+                tenant.end()
+            self._say(f"{kind} alone: {', '.join(f'{step.seconds:.1f}' for step in steps)} s")
+
+    def _with_faults(self, server: DemoServer, proxy: FaultProxy) -> list[Tenant]:
         results = self._results
-        seconds = self._seconds + self._slower * CALM_S
         tenants = [
-            stack.enter_context(
-                Tenant(self._directory, proxy.url, kind, self._seed + number, seconds, self._learning_rate)
+            self._stack.enter_context(
+                Tenant(self._directory, proxy.url, kind, self._seed + number, self._learning_rate)
             )
             for number, kind in enumerate(KINDS)
         ]
@@ -95,15 +140,15 @@ class Course:
                 raise ServerFailed(f"tenant {tenant.task} got no model: {tenant.log_tail()}")
         self._say(f"{len(tenants)} tenants work")
         injector = Injector(server, proxy, self._say)
+        self.injected = injector.injected
         try:
             ends_at = time.monotonic() + self._seconds
             injector.run(plan(self._seed, self._slower), ends_at, lambda: all(tenant.running for tenant in tenants))
         except (NotRecovered, ServerFailed) as error:
             results.troubles.append(str(error))
-        self.injected = injector.injected
         self._say("no more faults")
         server.wait_ready(END_S)
-        self._calm_from = time.time()
+        self._calm(tenants)
         for tenant in tenants:
             if not tenant.reports("done", END_S):
                 results.troubles.append(f"tenant {tenant.task} did not finish: {tenant.log_tail()}")
@@ -112,6 +157,22 @@ class Course:
         for tenant in tenants:
             tenant.end()
         return tenants
+
+    def _calm(self, tenants: list[Tenant]) -> None:
+        """All go on until each has made a whole step, or is beyond its bound; then tell them to end."""
+        self._say(f"calm, for {self._times.calm_s:.0f} s at most")
+        since, began = time.time(), time.monotonic()
+        while True:
+            time.sleep(1.0)
+            steps = {tenant.task: [step for step in tenant.steps() if step.began_at >= since] for tenant in tenants}
+            waited_s = time.monotonic() - began
+            if waited_s >= self._times.calm_s or (waited_s >= CALM_S and all(steps.values())):
+                break
+        for tenant in tenants:
+            tenant.enough()
+        self._results.times, self._results.slow = self._times.compared(steps, waited_s)
+        for line in self._results.times:
+            self._say(line)
 
     def _end(self, server: DemoServer) -> None:
         """Stop the server, then look for processes and files that it left behind and check its database."""
@@ -134,8 +195,8 @@ class Course:
 
     def _without_faults(self, faulty: DemoServer, tenants: list[Tenant]) -> None:
         """Repeat the training of the tenants' journals on a new server."""
-        found = {tenant: journal.read(tenant.journal) for tenant in tenants if tenant.journal.exists()}
-        self._results.troubles += [f"tenant {tenant.task} made no step" for tenant in tenants if not found.get(tenant)]
+        found = {tenant: tenant.steps() for tenant in tenants}
+        self._results.troubles += [f"tenant {tenant.task} made no step" for tenant in tenants if not found[tenant]]
         journals = {tenant: steps for tenant, steps in found.items() if tenant.trains}
         all_steps = [step for steps in journals.values() for step in steps]
         if all_steps:
@@ -145,41 +206,14 @@ class Course:
                 f"{counts} RL steps on {sum(len(step.samples) for step in all_steps):,} samples; a step took "
                 f"{median(seconds):.1f} s (median), {seconds[-1]:.0f} s at most"
             )
-        with ExitStack() as stack:
-            server = DemoServer(self._directory / "reference", *self._flags, backend_config=self._config())
-            stack.callback(server.stop)
-            server.start()
-            server.wait_ready(START_S)
-            for tenant, steps in journals.items():
-                with tinker.ServiceClient(base_url=server.url, api_key=tenant.key) as service:
-                    comparison, final = reference.replay(service, tenant.seed, steps, tenant.learning_rate)
-                self._results.comparisons[tenant.task] = comparison
-                if not tenant.final or state_files(faulty, tenant.final) != state_files(server, final):
-                    self._results.tenants_with_other_weights.append(tenant.task)
-                self._say(f"{tenant.task}: trained again without faults")
-            self._compare_times(server, found)
-
-    def _compare_times(self, server: DemoServer, found: dict[Tenant, list[Step]]) -> None:
-        """A tenant's step beside the others takes at most as long as its share, the number of tenants times its time
-        alone, and the longest update of another tenant alone."""
-        alone: dict[str, list[Step]] = {}
-        (directory := self._directory / "alone").mkdir()
-        for kind in KINDS:
-            with Tenant(directory, server.url, kind, self._seed, ALONE_S, self._learning_rate) as tenant:
-                if not tenant.reports("done", END_S):
-                    raise ServerFailed(f"tenant {kind} made no step alone: {tenant.log_tail()}")
-                alone[kind] = journal.read(tenant.journal)
-        for tenant, steps in found.items():
-            calm = [step.seconds for step in steps if step.began_at >= self._calm_from]
-            longest = max(step.train_s for kind in KINDS if kind != tenant.task for step in alone[kind])
-            own = median(step.seconds for step in alone[tenant.task])
-            bound = len(KINDS) * own + longest
-            told = f"{tenant.task}: {own:.1f} s alone, bound {bound:.1f} s, beside others "
-            told += f"{median(calm):.1f} s (median), {max(calm):.1f} s at most" if calm else "no whole step"
-            self._results.times.append(told)
-            if not calm or median(calm) > bound:
-                self._results.slow.append(told)
-            self._say(told)
+        server = self._server("reference")
+        for tenant, steps in journals.items():
+            with tinker.ServiceClient(base_url=server.url, api_key=tenant.key) as service:
+                comparison, final = reference.replay(service, tenant.seed, steps, tenant.learning_rate)
+            self._results.comparisons[tenant.task] = comparison
+            if not tenant.final or state_files(faulty, tenant.final) != state_files(server, final):
+                self._results.tenants_with_other_weights.append(tenant.task)
+            self._say(f"{tenant.task}: trained again without faults")
 
 
 def state_files(server: DemoServer, path: str) -> dict[str, bytes]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import select
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,9 +43,15 @@ def append(file: Path, step: Step) -> None:
 
 
 def read(file: Path) -> list[Step]:
+    """The whole steps so far."""
     steps = []
-    for line in file.read_text().splitlines():
+    for line in file.read_text().rpartition("\n")[0].splitlines():
         step = json.loads(line)
         samples = [Sample(**sample) for sample in step.pop("samples")]
         steps.append(Step(samples=samples, **step))
     return steps
+
+
+def told_to_end() -> bool:
+    """Whether a line has come on standard input, or its end: then a tenant makes no other step."""
+    return bool(select.select([sys.stdin], [], [], 0)[0])

@@ -24,9 +24,11 @@ class Row:
 class Results:
     """Everything that the run compared. `tenants_with_other_weights` names the tenants whose final weights differ from
     those of the run without faults. `leftovers` lists processes and files that remained after the server's end.
-    `times`: of each tenant's steps alone and after the last fault; `slow`: those above their bounds.
+    `times`: of each tenant's steps alone and after the last fault; `slow`: those above their bounds. `unchecked`: the
+    parts of the run that were not done, because it was ended before.
     `database_faults` holds the output of `skyrl db check` if it failed."""
 
+    unchecked: list[str] = field(default_factory=list)
     troubles: list[str] = field(default_factory=list)
     findings: Findings = field(default_factory=Findings)
     slow: list[str] = field(default_factory=list)
@@ -48,6 +50,7 @@ class Results:
         apart = [value for comparison in by_tenant.values() for value in comparison.apart]
         next_step = f", the next step's by {median(apart):.2g}" if apart else ""
         return [
+            Row("parts of the run that were not done, so that rows below may have less", self.unchecked),
             Row("faults that the server did not recover from, and tenants that did not finish", self.troubles),
             Row(f"lost, of {self.findings.accepted:,} accepted requests", self.findings.lost),
             Row("results that differed when they were read again", self.findings.differing),

@@ -1,8 +1,8 @@
-"""One tenant as a process: does RL with the SDK for SECONDS, and writes each step into a journal.
+"""One tenant as a process: does RL with the SDK until a line comes on stdin, and writes each step into a journal.
 
-Usage: python -m tests.chaos.tenant URL KEY KIND SEED SECONDS LEARNING_RATE JOURNAL. Prints "ready" when it has a
-model, and "done" with the path of the final state at the end. Then it keeps its session alive until stdin ends, so that
-the course can read the results of the session again.
+Usage: python -m tests.chaos.tenant URL KEY KIND SEED LEARNING_RATE JOURNAL. Prints "ready" when it has a model, and
+"done" with the path of the final state at the end. Then it keeps its session alive until stdin ends, so that the course
+can read the results of the session again.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Tenant:
     learning_rate: float
     file: Path
 
-    def train_until(self, ends_at: float) -> str:
-        """Make steps, at least one, until the monotonic time `ends_at`; returns the path of the final state."""
+    def train(self) -> str:
+        """Make steps, at least one, until told to end; returns the path of the final state."""
         trainer, rl = self.trainer, self.rl
         tokenizer = trainer.get_tokenizer()
         saved: dict[str, str] = {}
         older: tinker.SamplingClient | None = None
         index = 0
-        while (began := time.monotonic()) < ends_at or not index:
-            began_at = time.time()
+        while not index or not journal.told_to_end():
+            began, began_at = time.monotonic(), time.time()
             chance = random.Random(f"{self.seed}/{index}")
             sampler = trainer.save_weights_and_get_sampling_client().result()
             questions = [rl.question(chance) for _ in range(rl.prompts)]
@@ -94,14 +94,14 @@ def sampled(version: int, prompt: list[int], answer: Any) -> list[Sample]:
 
 
 def main() -> None:
-    url, key, kind, seed, seconds, learning_rate, file = sys.argv[1:]
+    url, key, kind, seed, learning_rate, file = sys.argv[1:]
     rl = KINDS[kind]
     assert rl is not None
     with tinker.ServiceClient(base_url=url, api_key=key) as service:
         trainer = training.new_trainer(service, int(seed))
         print("ready", flush=True)
         tenant = Tenant(service, trainer, rl, int(seed), float(learning_rate), Path(file))
-        final = tenant.train_until(time.monotonic() + float(seconds))
+        final = tenant.train()
         print("done", final, flush=True)
         sys.stdin.read()
 

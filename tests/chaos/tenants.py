@@ -5,19 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from skyrl.runtime.processes.supervision import dies_with_parent
+from tests.chaos import journal
+from tests.chaos.journal import Step
 from tests.chaos.kinds import KINDS
 
 
 class Tenant:
     """One process of `tests.chaos.tenant`, or of `tests.chaos.agents`."""
 
-    def __init__(
-        self, directory: Path, url: str, kind: str, seed: int, seconds: float, learning_rate: float = 2e-3
-    ) -> None:
+    def __init__(self, directory: Path, url: str, kind: str, seed: int, learning_rate: float) -> None:
         self.task = kind
         self.trains = KINDS[kind] is not None
         self.learning_rate = learning_rate
@@ -31,9 +32,7 @@ class Tenant:
         module = [sys.executable, "-m", "tests.chaos.tenant" if self.trains else "tests.chaos.agents"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                dies_with_parent(
-                    [*module, url, self.key, kind, *map(str, (seed, seconds, learning_rate, self.journal))]
-                ),
+                dies_with_parent([*module, url, self.key, kind, *map(str, (seed, learning_rate, self.journal))]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -63,6 +62,17 @@ class Tenant:
     @property
     def running(self) -> bool:
         return self._process.poll() is None
+
+    def steps(self) -> list[Step]:
+        """Those in the journal so far."""
+        return journal.read(self.journal) if self.journal.exists() else []
+
+    def enough(self) -> None:
+        """Tell the process to end after the step that runs."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write("enough\n")
+            self._process.stdin.flush()
 
     def log_tail(self) -> str:
         return self._log.read_text()[-2000:]

@@ -14,6 +14,7 @@ from tests.chaos.ledger import is_failure, promises
 from tests.chaos.plan import DECK, PATHS, plan
 from tests.chaos.reference import Comparison
 from tests.chaos.report import Results, text
+from tests.chaos.times import Times
 from tests.e2e.fault_proxy import Answer, Call
 
 ROUND = sum(times for *_, times in DECK)
@@ -87,3 +88,19 @@ def test_the_report_names_every_finding() -> None:
     bad.tenants_with_other_weights.append("sort")
     assert sum(bool(row.found) for row in bad.rows()) == 4
     assert "    1  lost, of 0 accepted requests\n         asample r1: no result\n" in text(bad.rows())
+
+
+def test_a_run_that_was_ended_names_what_was_not_done() -> None:
+    (row,) = [row for row in Results(unchecked=["faults"]).rows() if row.found]
+    assert row.found == ["faults"]
+
+
+def test_the_bound_of_a_step_is_its_share_and_the_longest_pass_of_another_tenant() -> None:
+    alone = {"count": 1.0, "sort": 2.0, "long": 8.0, "agents": 3.0}
+    times = Times({kind: [Step(seconds=9.0), Step(seconds=s, train_s=s / 2)] for kind, s in alone.items()})
+    assert [times.bound_s(kind) for kind in alone] == [4 + 4, 8 + 4, 32 + 1.5, 12 + 4]
+    calm = {kind: [Step(seconds=s)] for kind, s in (("count", 8.0), ("sort", 12.1), ("long", 20.0))} | {"agents": []}
+    told, slow = times.compared(calm, times.calm_s)
+    assert [line.partition(":")[0] for line in told] == [*alone]
+    assert [line.partition(":")[0] for line in slow] == ["sort", "agents"]
+    assert "no whole step in 67 s" in slow[1]
