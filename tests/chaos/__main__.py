@@ -45,9 +45,11 @@ def main() -> None:
     say(f"{options.minutes:g} minutes of faults; the whole run ends after {limit_s / 60:.0f} minutes at most")
     course = Course(directory, options.seed, options.minutes * 60, say, options.model and options.model.resolve())
     with closing(course):
-        with program.ended_after(limit_s):
-            course.run()
-        rows = _report(course, options)
+        try:
+            with program.ended_after(limit_s):
+                course.run()
+        finally:
+            rows = _report(course, options)
     if any(row.found for row in rows):
         raise SystemExit(1)
     shutil.rmtree(directory)

@@ -25,6 +25,7 @@ from skyrl.cli.demo.server import DemoServer, ServerFailed
 from skyrl.storage.checkpoint_store.base import MANIFEST
 from tests.chaos import ledger, reference, training
 from tests.chaos.injector import Injector, NotRecovered
+from tests.chaos.journal import Step
 from tests.chaos.kinds import KINDS, with_tools
 from tests.chaos.plan import plan
 from tests.chaos.processes import alive, tree
@@ -44,8 +45,7 @@ ALONE_S = 20.0
 """How long each tenant works alone at least: then it ends the step that runs, the second or a later one."""
 CALM_S = 20.0
 """After the last fault the tenants go on for so long at least, and until each has made a whole step."""
-ALONE, FAULTS, CALM, AGAIN = "each tenant alone", "faults", "steps beside the others", "training without faults"
-PARTS = (ALONE, FAULTS, CALM, AGAIN)
+PARTS = ("each tenant alone", "faults", "steps beside the others", "reading results again", "training without faults")
 
 
 class Course:
@@ -91,18 +91,17 @@ class Course:
             server = self._server("state")
             self._say("each tenant works alone, for about two minutes")
             self._alone(server)
-            self._unchecked(FAULTS, CALM, AGAIN)
+            self._done(1)
             proxy = self._stack.enter_context(FaultProxy(server.url))
             tenants = self._with_faults(server, proxy)
             self._end(server)
-            self._unchecked(AGAIN)
             self._without_faults(server, tenants)
-            self._unchecked()
+            self._done(5)
         except ServerFailed as error:
             self._results.troubles.append(str(error))
 
-    def _unchecked(self, *parts: str) -> None:
-        self._results.unchecked = [*parts]
+    def _done(self, parts: int) -> None:
+        self._results.unchecked = [*PARTS[parts:]]
 
     def _server(self, name: str) -> DemoServer:
         server = DemoServer(self._directory / name, *self._flags, backend_config=self._config())
@@ -147,13 +146,16 @@ class Course:
         except (NotRecovered, ServerFailed) as error:
             results.troubles.append(str(error))
         self._say("no more faults")
+        self._done(2)
         server.wait_ready(END_S)
         self._calm(tenants)
+        self._done(3)
         for tenant in tenants:
             if not tenant.reports("done", END_S):
                 results.troubles.append(f"tenant {tenant.task} did not finish: {tenant.log_tail()}")
         results.findings = ledger.read_again(server.url, ledger.promises(proxy.calls))
         self._say(f"{results.findings.accepted} results were read again")
+        self._done(4)
         for tenant in tenants:
             tenant.end()
         return tenants
@@ -161,18 +163,18 @@ class Course:
     def _calm(self, tenants: list[Tenant]) -> None:
         """All go on until each has made a whole step, or is beyond its bound; then tell them to end."""
         self._say(f"calm, for {self._times.calm_s:.0f} s at most")
-        since, began = time.time(), time.monotonic()
-        while True:
-            time.sleep(1.0)
-            steps = {tenant.task: [step for step in tenant.steps() if step.began_at >= since] for tenant in tenants}
-            waited_s = time.monotonic() - began
-            if waited_s >= self._times.calm_s or (waited_s >= CALM_S and all(steps.values())):
-                break
+        since, began, waited_s, steps = time.time(), time.monotonic(), 0.0, dict[str, list[Step]]()
+        try:
+            while waited_s < self._times.calm_s and (waited_s < CALM_S or not all(steps.values())):
+                time.sleep(1.0)
+                waited_s = time.monotonic() - began
+                steps = {tenant.task: [step for step in tenant.steps() if step.began_at >= since] for tenant in tenants}
+        finally:  # also when the run is ended
+            self._results.times, self._results.slow = self._times.compared(steps, waited_s)
+            for line in self._results.times:
+                self._say(line)
         for tenant in tenants:
             tenant.enough()
-        self._results.times, self._results.slow = self._times.compared(steps, waited_s)
-        for line in self._results.times:
-            self._say(line)
 
     def _end(self, server: DemoServer) -> None:
         """Stop the server, then look for processes and files that it left behind and check its database."""

@@ -29,8 +29,8 @@ class Times:
 
     @property
     def calm_s(self) -> float:
-        """Within this time each tenant ends the step that runs and a whole one, or is beyond its bound."""
-        return 2 * max(map(self.bound_s, KINDS))
+        """After this time a tenant without a whole step is beyond its bound: it had to end the step that ran, too."""
+        return 2 * max(map(self.bound_s, KINDS)) + 1.0
 
     def compared(self, calm: Mapping[str, Sequence[Step]], waited_s: float) -> tuple[list[str], list[str]]:
         """A line for each tenant with `calm`, its whole steps beside all others without faults, and the lines of those
@@ -46,6 +46,6 @@ class Times:
             else:
                 line += f"no whole step in {waited_s:.0f} s"
             told.append(line)
-            if not seconds or median(seconds) > self.bound_s(kind):
+            if (median(seconds) if seconds else waited_s / 2) > self.bound_s(kind):
                 slow.append(line)
         return told, slow

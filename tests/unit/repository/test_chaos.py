@@ -103,4 +103,5 @@ def test_the_bound_of_a_step_is_its_share_and_the_longest_pass_of_another_tenant
     told, slow = times.compared(calm, times.calm_s)
     assert [line.partition(":")[0] for line in told] == [*alone]
     assert [line.partition(":")[0] for line in slow] == ["sort", "agents"]
-    assert "no whole step in 67 s" in slow[1]
+    assert "no whole step in 68 s" in slow[1]
+    assert times.compared({"agents": []}, 30.0)[1] == [], "ended before its bound"
