@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import tempfile
 import types
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,8 +21,8 @@ import httpx
 from transformers import AutoTokenizer
 
 from benchmarks import program
+from benchmarks.stage import ready_server
 from skyrl.base.tiny import model_path
-from skyrl.cli.demo.server import DemoServer
 
 TENANT = {"X-API-Key": "tml-drift"}
 SCRIPT = (
@@ -127,20 +126,13 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=40)
     given = parser.parse_args()
     module, tokenizer = slimes(given.slime), AutoTokenizer.from_pretrained(model_path())
-    with tempfile.TemporaryDirectory() as directory:
-        server = DemoServer(Path(directory))
-        server.start()
-        try:
-            server.wait_ready()
-            with httpx.Client(base_url=server.url, trust_env=False, timeout=120) as http:
-                for temperature in TEMPERATURES:
-                    theirs, ours = Lost(), Lost()
-                    for seed in range(given.conversations):
-                        through_slime(http, module, tokenizer, temperature, seed, theirs)
-                        through_session(http, temperature, seed, ours)
-                    print(f"temperature {temperature}: lost with slime {theirs}, in a session {ours}", flush=True)
-        finally:
-            server.stop()
+    with ready_server() as server, httpx.Client(base_url=server.url, trust_env=False, timeout=120) as http:
+        for temperature in TEMPERATURES:
+            theirs, ours = Lost(), Lost()
+            for seed in range(given.conversations):
+                through_slime(http, module, tokenizer, temperature, seed, theirs)
+                through_session(http, temperature, seed, ours)
+            print(f"temperature {temperature}: lost with slime {theirs}, in a session {ours}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.stage import Stage
+from benchmarks.stage import Stage, ready_server
 from benchmarks.table import Row, Target
 from skyrl.base.tiny import tools
 from skyrl.cli.demo.server import DemoServer
@@ -38,14 +38,8 @@ def compare(stage: Stage) -> list[Row]:
 
 
 async def _compare(rounds: int) -> list[Row]:
-    with tempfile.TemporaryDirectory() as directory:
-        server = DemoServer(Path(directory))
-        server.start()
-        try:
-            server.wait_ready()
-            rows = [await _added(server, in_flight, rounds) for in_flight in (1, 64)]
-        finally:
-            server.stop()
+    with ready_server() as server:
+        rows = [await _added(server, in_flight, rounds) for in_flight in (1, 64)]
     return [*rows, await _cached()]
 
 
@@ -110,19 +104,13 @@ async def _cached() -> Row:
         model = Path(directory, "model")
         tools.make(model, CONTEXT)
         flags = ("--base-model", str(model), "--served-model-name", "tiny")
-        server = DemoServer(Path(directory, "state"), *flags, backend_config=config)
-        server.start()
-        try:
-            server.wait_ready()
-            async with aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(limit=0)) as http:
+        connector = aiohttp.TCPConnector(limit=0)
+        with ready_server(*flags, engine=config) as server:
+            async with aiohttp.ClientSession(server.url, connector=connector) as http:
                 await _all_replicas(http)
                 keys = [await _session(http) for _ in range(TRAJECTORIES)]
-                turns = [
-                    _conversation(http, key, LONG_TURNS, f"{number}", FIRST_WORDS) for number, key in enumerate(keys)
-                ]
+                turns = [_conversation(http, key, LONG_TURNS, str(i), FIRST_WORDS) for i, key in enumerate(keys)]
                 used = [usage for of_one in await asyncio.gather(*turns) for _, usage in of_one]
-        finally:
-            server.stop()
     share = _total(used, True) / _total(used, False)
     what = f"prompt tokens from the prefix cache, {LONG_TURNS} turns, {REPLICAS} replicas"
     note = f"{TRAJECTORIES} sessions at once; vLLM caches whole blocks"

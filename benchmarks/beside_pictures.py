@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.picture_load import DEADLINE_S, MODEL, TEXT, Tenant, text
 from benchmarks.series import quantile
-from benchmarks.stage import Stage
+from benchmarks.stage import Stage, ready_server
 from benchmarks.table import Row, Target
 from skyrl.base.tiny import vision
 from skyrl.cli.demo.server import DemoServer
@@ -108,13 +108,8 @@ def _server(*flags: str) -> Generator[DemoServer]:
         model.mkdir()
         vision.make(model)
         names = ("--base-model", str(model), "--served-model-name", MODEL)
-        server = DemoServer(Path(directory) / "server", *names, *flags)
-        server.start()
-        try:
-            server.wait_ready()
+        with ready_server(*names, *flags) as server:
             yield server
-        finally:
-            server.stop()
 
 
 def compare(stage: Stage) -> list[Row]:

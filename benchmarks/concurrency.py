@@ -33,9 +33,9 @@ from benchmarks import machine, program
 from benchmarks.picture_load import Tenant, text
 from benchmarks.processes import cpu_seconds, parts_of
 from benchmarks.series import quantile
+from benchmarks.stage import server_of
 from benchmarks.table import aligned, number
 from skyrl.base.config.loading import load_config
-from skyrl.cli.demo.server import DemoServer
 from skyrl.inference.vllm_command import vllm_spec
 from skyrl.runtime.processes.ports import free_port
 from skyrl.runtime.processes.supervision import dies_with_parent
@@ -81,29 +81,15 @@ class Side:
         state = Path(stack.enter_context(TemporaryDirectory(prefix="skyrl-concurrency-")))
         config = load_config({"base_model": MODEL, "state_dir": state, "backend_config": BACKEND})
         spec = vllm_spec(config, free_port(), KEY, cuda=False)
-        environment = os.environ | {"PYTHONPATH": str(root)}
+        environment = os.environ | {"PYTHONPATH": str(root)} | dict(spec.env)
         log = stack.enter_context((state / "vllm.log").open("w"))
-        self._vllm = subprocess.Popen(
-            dies_with_parent(spec.argv), env=environment | dict(spec.env), cwd=root, stdout=log, stderr=log
-        )
+        self._vllm = subprocess.Popen(dies_with_parent(spec.argv), env=environment, cwd=root, stdout=log, stderr=log)
         stack.callback(self._vllm.wait)
         stack.callback(self._vllm.terminate)
         self._url = spec.url
-        file = state / "gateway.toml"
-        file.write_text(f'external_inference_priority = true\nexternal_inference_api_key = "{KEY}"\n')
-        flags = (
-            "--config",
-            str(file),
-            "--backend",
-            "none",
-            "--base-model",
-            MODEL,
-            "--external-inference-url",
-            spec.url,
-        )
-        self._gateway = DemoServer(state / "gateway", *flags, cwd=root, environment=environment)
-        self._gateway.start()
-        stack.callback(self._gateway.stop)
+        flags = ("--backend", "none", "--base-model", MODEL, "--external-inference-url", spec.url)
+        of_vllm = {"external_inference_priority": True, "external_inference_api_key": KEY}
+        self._gateway = server_of(stack, *flags, root=root, **of_vllm)
 
     def wait_ready(self) -> None:
         end = time.monotonic() + 400
@@ -157,12 +143,10 @@ class Side:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = program.parser("concurrency", __doc__)
-    parser.add_argument("--against", metavar="COMMIT", help="take turns with the build of this commit")
+    quick = "one round of smaller batches, two fixed numbers"
+    parser = program.parser("concurrency", __doc__, out="bench/concurrency.json", quick=quick, against=True)
     parser.add_argument("--fixed", type=int, nargs="*", default=FIXED, metavar="N")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="one round of smaller batches, two fixed numbers")
-    parser.add_argument("--out", type=Path, default=Path("out/bench/concurrency.json"))
     return parser.parse_args()
 
 
@@ -170,10 +154,7 @@ def main() -> None:
     options, rows = _arguments(), list[dict[str, object]]()
     fixed, rounds, part = ((8, 32), 1, 0.6) if options.quick else (options.fixed, options.rounds, 1.0)
     with ExitStack() as stack:
-        sides = {"now": Side(machine.ROOT, stack)}
-        if options.against:
-            other = Path(stack.enter_context(TemporaryDirectory(prefix="skyrl-before-")))
-            sides["before"] = Side(program.taken_out(options.against, other), stack)
+        sides = {name: Side(root, stack) for name, root in program.builds(options.against, stack).items()}
         for side in sides.values():
             side.wait_ready()
             side.run(batch("short", -1, 3, 0.2), ALL_AT_ONCE)  # warm up

@@ -11,13 +11,12 @@ these bits (`trainer.keep_quantized`).
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,13 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from benchmarks import program
 from benchmarks.processes import peak_resident_mb
 from skyrl.base.types.weights import LoraSpec
-from skyrl.runtime.processes.ports import free_port
 from skyrl.trainer.model.row_budget import BudgetSettings
 from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
 from skyrl.trainer.ranks.lora_rank import ExpertRank, LoraRank
 from skyrl.trainer.ranks.plan import make_plan
 from skyrl.trainer.ranks.rank import RankSettings
 from skyrl.trainer.tools.quantize import Scheme, quantize
+from tests.local_ranks import LocalRanks
 
 VOCAB, LORA_RANK, BUDGET, STEPS = 4096, 8, 4096, 3
 GROUP = 64
@@ -109,59 +108,44 @@ def _passes(sequences: int, tokens: int, step: int) -> list[TrainingPass]:
     return [TrainingPass("m", data, "cross_entropy")]
 
 
-def _run(
-    connection: Connection, kind: type[LoraRank], rank: int, ranks: int, path: str, keep: bool, port: int, options: Any
-) -> None:
-    """A rank's process."""
-    for name in ("all_gather_single", "all_gather_into_tensor"):
-        if hasattr(dist, name):
-            _count(name, _gathered)
-    _count("all_to_all_single", _exchanged)
-    _count("all_reduce", _reduced)
-    budget = BudgetSettings(BUDGET, full=False, of_samplers=0.0, takes_turns=False)
-    settings = RankSettings(path, 1, False, "refuse", True, 300.0, False, budget, keep)
-    made = kind(rank, ranks, settings)
-    made.join("127.0.0.1", port, "benchmark")
-    facts = made.load()
-    made.create("m", LoraSpec(rank=LORA_RANK, alpha=32.0, seed=1), facts.targets)
-    loss = 0.0
-    walls, cpus, sent = [], [], {}
-    for step in range(STEPS):
-        _sent.clear()
-        started, used = time.monotonic(), time.process_time()
-        passes = _passes(options.sequences, options.tokens, step)
-        plan = make_plan(list(enumerate(passes)), ranks, BUDGET, shared_rows=0)
-        pieces = made.run(passes, make_plan([], ranks, BUDGET, shared_rows=0), plan)
-        made.optim_step("m", AdamParams(learning_rate=1e-4))
-        walls.append(time.monotonic() - started)
-        cpus.append(time.process_time() - used)
-        sent = dict(_sent)
-        loss = sum(piece.tally.loss for of_pass in pieces.values() for piece in of_pass)
-    adapter = sum(len(array) for array in made.export("m", False)[0] if array is not None)
-    peak = peak_resident_mb(os.getpid())
-    memory = made.memory()
-    mb = {name: count / MB for name, count in sent.items()}
-    connection.send(Measured(memory["parameters"], memory["held"] / MB, adapter, peak, mb, min(walls), min(cpus), loss))
-    connection.close()
-    made.leave()
+class _Counting(LoraRank):
+    """A rank that counts what it gets from others."""
+
+    def steps(self, options: Any) -> Measured:
+        """Train STEPS steps. Seconds and CPU seconds are those of the fastest, bytes and loss those of the last one."""
+        for name in ("all_gather_single", "all_gather_into_tensor"):
+            if hasattr(dist, name):
+                _count(name, _gathered)
+        _count("all_to_all_single", _exchanged)
+        _count("all_reduce", _reduced)
+        self.create("m", LoraSpec(rank=LORA_RANK, alpha=32.0, seed=1), self.load().targets)
+        walls, cpus, loss = list[float](), list[float](), 0.0
+        for step in range(STEPS):
+            _sent.clear()
+            started, used = time.monotonic(), time.process_time()
+            passes = _passes(options.sequences, options.tokens, step)
+            plan = make_plan(list(enumerate(passes)), options.ranks, BUDGET, shared_rows=0)
+            pieces = self.run(passes, make_plan([], options.ranks, BUDGET, shared_rows=0), plan)
+            self.optim_step("m", AdamParams(learning_rate=1e-4))
+            walls.append(time.monotonic() - started)
+            cpus.append(time.process_time() - used)
+            loss = sum(piece.tally.loss for of_pass in pieces.values() for piece in of_pass)
+        mb, memory = {name: count / MB for name, count in _sent.items()}, self.memory()
+        adapter = sum(len(array) for array in self.export("m", False)[0] if array is not None)
+        peak, held = peak_resident_mb(os.getpid()), memory["held"] / MB
+        return Measured(memory["parameters"], held, adapter, peak, mb, min(walls), min(cpus), loss)
+
+
+class _Experts(_Counting, ExpertRank):
+    pass
 
 
 def measure(kind: type[LoraRank], path: str, keep: bool, options: Any) -> list[Measured]:
     """By rank. `keep`: whether the weights of a quantized release stay in its bits."""
-    context = multiprocessing.get_context("spawn")
-    port = free_port()
-    pipes, processes = [], []
-    for rank in range(options.ranks):
-        here, there = context.Pipe()
-        process = context.Process(target=_run, args=(there, kind, rank, options.ranks, path, keep, port, options))
-        process.start()
-        there.close()
-        pipes.append(here)
-        processes.append(process)
-    found = [pipe.recv() for pipe in pipes]
-    for process in processes:
-        process.join()
-    return found
+    budget = BudgetSettings(BUDGET, full=False, of_samplers=0.0, takes_turns=False)
+    settings = RankSettings(path, 1, False, "refuse", True, 300.0, False, budget, keep)
+    with closing(LocalRanks(options.ranks, settings, kind)) as group:
+        return group.call("steps", options)
 
 
 def make_model(path: Path, options: Any) -> None:
@@ -208,7 +192,7 @@ def main() -> None:
             bases += [(f"{of} computed at loading", release, False), (of, release, True)]
         print(f"| ranks | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}")
         for name, kind, (base, path, keep) in (
-            (name, kind, base) for name, kind in (("gather", LoraRank), ("hold experts", ExpertRank)) for base in bases
+            (name, kind, base) for name, kind in (("gather", _Counting), ("hold experts", _Experts)) for base in bases
         ):
             found = measure(kind, str(path), keep, options)
             gathered = max(sum(mb for function, mb in each.mb.items() if "gather" in function) for each in found)

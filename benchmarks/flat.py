@@ -1,8 +1,7 @@
 """Whether the cost of a forwarded sample grows with the samples in flight: CPU of the API process, throughput and
 latency at 64, 512 and 2,048 in flight, and what is added to an upstream that takes 200 ms.
 
-Usage: python -m benchmarks.flat [/path/to/other/checkout ...] [--in-flight 64 512 2048] [--rounds 7] [--seconds 3]
-       [--out FILE]
+Usage: python -m benchmarks.flat [--against COMMIT] [--in-flight 64 512 2048] [--rounds 7] [--seconds 3] [--out FILE]
 
 All servers run at once, in front of one null upstream, and get their loads in turns, so a machine that becomes slower
 slows all cells. Each window begins and ends in the steady state, when a multiple of the samples in flight has ended
@@ -17,7 +16,6 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -102,19 +100,15 @@ def text(lines: Mapping[tuple[str, int], Mapping[str, float]]) -> str:
 
 
 def main() -> None:
-    parser = program.parser("flat", __doc__)
-    parser.add_argument("others", nargs="*", type=Path, help="checkouts of other commits")
+    parser = program.parser("flat", __doc__, out="bench/flat.json", against=True)
     parser.add_argument("--in-flight", nargs="+", type=int, default=IN_FLIGHT, metavar="N")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each load")
-    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
     options = parser.parse_args()
     facts = machine.facts()
     with NullUpstream() as upstream, contextlib.ExitStack() as running:
-        servers: dict[str, DemoServer] = {}
-        for name, checkout in (("here", Path.cwd()), *((str(each), each) for each in options.others)):
-            with contextlib.chdir(checkout):  # `python -m` takes the package from the working directory
-                servers[name] = running.enter_context(gateway(upstream.url))
+        roots = program.builds(options.against, running)
+        servers = {name: running.enter_context(gateway(upstream.url, root=root)) for name, root in roots.items()}
         stage = Stage(upstream, quick=False, calibration_s=facts["calibration_cpu_s"])
         comparison = Comparison(stage, servers, options.seconds, options.in_flight)
         for turn in range(options.rounds):
@@ -125,8 +119,7 @@ def main() -> None:
     for name, value in added.items():
         print(f"{name}: p50 added at {DELAYED_IN_FLIGHT} in flight, upstream {DELAY_MS} ms: {value:.1f} ms")
     table = [{"server": name, "in_flight": at} | of for (name, at), of in lines.items()]
-    if options.out is not None:
-        program.write(options.out, {"facts": facts, "lines": table, "added_p50_ms": added, "raw": stage.raw})
+    program.write(options.out, {"facts": facts, "lines": table, "added_p50_ms": added, "raw": stage.raw})
     if any(of["errors"] for of in lines.values()):
         raise SystemExit(1)
 

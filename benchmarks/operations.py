@@ -148,11 +148,10 @@ def table(found: Sequence[Counts]) -> str:
 
 
 def main() -> None:
-    parser = program.parser("operations", __doc__)
+    parser = program.parser("operations", __doc__, out="operations.json")
     names = [row.name for row in ROWS]
     parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="ROW", help=", ".join(names))
     parser.add_argument("--most", type=int, default=0, help="also show the most frequent operations (default: none)")
-    parser.add_argument("--out", type=Path, default=Path("out/operations.json"), help="file for the counts")
     options = parser.parse_args()
     logging.disable_progress_bar()
     found: list[Counts] = []

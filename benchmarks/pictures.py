@@ -2,7 +2,7 @@
 same answers in passes of their own; and a padded loop over PEFT on transformers' model. In turns, in one process.
 
 Usage: python -m benchmarks.pictures [--side PIXELS] [--samples N] [--rounds N] [--threads N] [--clock cpu]
-                                     [--out DIRECTORY]
+                                     [--out FILE]
 
 A step is a forward_backward and an optim_step, from files and arrays to results. Each step has a new picture, so that
 no way can keep what an earlier step has made. Float32 on a CPU; the models' weights are random.
@@ -225,13 +225,12 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = program.parser("pictures", __doc__)
+    parser = program.parser("pictures", __doc__, out="pictures/pictures.json")
     parser.add_argument("--side", type=int, default=448, help="of the picture, in pixels (default: 448)")
     parser.add_argument("--samples", type=int, default=16, help="answers in the group (default: 16)")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each way (default: 5)")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: 1)")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for a machine that is busy")
-    parser.add_argument("--out", type=Path, default=Path("out/pictures"), help="directory for pictures.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     facts = machine.facts() | {name: getattr(options, name) for name in ("side", "samples", "threads", "clock")}
@@ -246,7 +245,7 @@ def main() -> None:
             clock=CLOCKS[options.clock],
         )
     print(f"{table(found)}\n\n{', '.join(f'{key} {value}' for key, value in facts.items())}")
-    program.write(options.out / "pictures.json", {"facts": facts, "results": found})
+    program.write(options.out, {"facts": facts, "results": found})
 
 
 if __name__ == "__main__":

@@ -15,12 +15,11 @@ nothing of a released model.
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -41,23 +40,20 @@ GROUP = 64
 TEXTS, RANDOM = (4, 128), (2, 64)
 """Sequences and tokens of each: of tiny's corpus, and random ones."""
 ROWS = ("full", "8 bits, computed at loading", "8 bits", "4 bits, computed at loading", "4 bits")
-CALL = "import sys; from benchmarks import quantized_base; quantized_base.called(*sys.argv[1:])"
 RANK = 16
 Row = dict[str, Any]
 
 
 def main() -> None:
-    parser = program.parser("quantized_base", __doc__)
+    parser = program.parser("quantized_base", __doc__, out="bench/quantized-base.json")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["tiny", "quarter"])
     parser.add_argument("--vllm", action="store_true", help="compare vLLM's logprobs, too")
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
     options = parser.parse_args()
     rows: list[Row] = []
     for model in options.models:
         with tempfile.TemporaryDirectory(prefix="skyrl-quantized-") as directory:
             rows += compare(model, Path(directory), vllm=options.vllm)
-    if options.out:
-        program.write(options.out, rows)
+    program.write(options.out, rows)
 
 
 def compare(model: str, directory: Path, *, vllm: bool) -> list[Row]:
@@ -72,15 +68,15 @@ def compare(model: str, directory: Path, *, vllm: bool) -> list[Row]:
         bits = 0 if name == "full" else int(name[0])
         release = str(directory / f"{bits}-bits") if bits else path
         if bits and not Path(release).exists():
-            _in_process("quantized", path, release, str(bits), str(GROUP))
+            _in_process(quantized, path, release, str(bits), str(GROUP))
         kept = bits > 0 and "loading" not in name
-        row = {"model": model, "base": name} | _in_process("trained", release, str(texts), "kept" if kept else "")
-        trained = np.array(row.pop("logprobs"))
-        full = trained if full is None else full
-        row["gap"] = float(np.abs(trained - full).mean())
+        row = {"model": model, "base": name} | _in_process(trained, release, str(texts), "kept" if kept else "")
+        logprobs = np.array(row.pop("logprobs"))
+        full = logprobs if full is None else full
+        row["gap"] = float(np.abs(logprobs - full).mean())
         if vllm and bits != 8 and (kept or not bits):
-            sampled = np.array(_in_process("sampled", release, str(texts))["logprobs"])
-            row["vllm_gap"] = float(np.abs(sampled - trained).mean())
+            of_vllm = np.array(_in_process(sampled, release, str(texts))["logprobs"])
+            row["vllm_gap"] = float(np.abs(of_vllm - logprobs).mean())
         rows.append(row)
         print(
             f"{'':8} {name:28} {row['held_mb']:6.1f} MB {row['load_mb']:6.0f} MB {row['step_mb']:6.0f} MB "
@@ -180,20 +176,10 @@ def sampled(path: str, texts: str) -> dict[str, Any]:
     return {"logprobs": found}
 
 
-def _in_process(function: str, *arguments: str) -> Row:
-    """Call a function of this module in a new process; returns what it returns."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as out:  # vLLM's processes write to the standard output
-        command = [sys.executable, "-c", CALL, function, out.name, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{function} of {arguments[0]} failed:\n{done.stderr[-2000:]}")
-        return json.loads(Path(out.name).read_text())
-
-
-def called(function: str, file: str, *arguments: str) -> None:
-    """In the new process."""
-    made = {"quantized": quantized, "trained": trained, "sampled": sampled}[function](*arguments)
-    Path(file).write_text(json.dumps(made))
+def _in_process(function: Callable[..., Row], *arguments: str) -> Row:
+    """What the function returns in a new process, whose peak of memory is its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import tinker
@@ -33,11 +32,11 @@ from tinker import types
 
 from benchmarks import machine, program
 from benchmarks.processes import computing_of
+from benchmarks.stage import ready_server
 from benchmarks.table import aligned, number
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.pass_memory import Passing
 from skyrl.cli.demo.rl import datum
-from skyrl.cli.demo.server import DemoServer
 from skyrl.cli.launcher.memory_estimate import Need, need_of, size_of
 from skyrl.engine.loop import TRIM_AFTER_S
 from skyrl.inference.model_options import BLOCK_TOKENS
@@ -226,11 +225,8 @@ def run(options: argparse.Namespace, stack: ExitStack) -> list[Measured]:
     if need.passing is None:
         raise SystemExit("the passes of this model are not estimated")
     prediction = Prediction(need, replace(need.passing, rank=options.rank))
-    state = Path(stack.enter_context(TemporaryDirectory(prefix="skyrl-memory-")))
-    server = DemoServer(state, "--base-model", str(options.model), backend_config=keys)
-    server.start()
-    stack.callback(server.stop)
-    server.wait_ready(READY_S)
+    flags = ("--base-model", str(options.model))
+    server = stack.enter_context(ready_server(*flags, seconds=READY_S, engine=keys))
     time.sleep(SETTLE_S)
     pids = computing_of(server.pid)
     rows: list[Measured] = []
@@ -256,12 +252,11 @@ def run(options: argparse.Namespace, stack: ExitStack) -> list[Measured]:
 
 def main() -> None:
     names = list(cases(1, 1))
-    parser = program.parser("real_memory", __doc__)
+    parser = program.parser("real_memory", __doc__, out="bench/real-memory.json")
     parser.add_argument("--model", type=Path, required=True, help="directory of a model")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE")
-    parser.add_argument("--out", type=Path, default=Path("out/bench/real-memory.json"))
     options = parser.parse_args()
     options.model = options.model.resolve()
     with ExitStack() as stack:

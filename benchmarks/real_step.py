@@ -26,7 +26,6 @@ from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import tinker
@@ -35,10 +34,10 @@ from tinker import types
 from benchmarks import program
 from benchmarks.machine import ROOT
 from benchmarks.processes import computing_of, cpu_seconds
+from benchmarks.stage import server_of
 from benchmarks.sums import questions, reward
 from benchmarks.table import Row, Target, text_table
 from skyrl.cli.demo.rl import advantages, datum
-from skyrl.cli.demo.server import DemoServer
 
 OF_BEFORE, OF_TRL = 0.35, 0.2
 """The parts of the time of the commit of `--against 310e1dd5`, and of TRL, that a step may take."""
@@ -72,15 +71,10 @@ class Side:
     def __init__(self, name: str, root: Path, options: argparse.Namespace, stack: ExitStack) -> None:
         self.name = name
         self._options = options
-        state = Path(stack.enter_context(TemporaryDirectory(prefix="skyrl-step-")))
-        config = state / "config.toml"
-        config.write_text("" if options.threads is None else f"threads = {options.threads}\n")
-        flags = ("--config", str(config), "--base-model", str(options.model))
-        environment = os.environ | {"PYTHONPATH": str(root)}
+        settings = {} if options.threads is None else {"threads": options.threads}
         engine = {"generator.inference_engine.max_model_len": options.context}
-        self._server = DemoServer(state, *flags, backend_config=engine, cwd=root, environment=environment)
-        self._server.start()
-        stack.callback(self._server.stop)
+        flags = ("--base-model", str(options.model))
+        self._server = server_of(stack, *flags, root=root, engine=engine, **settings)
 
     def wait_ready(self) -> None:
         self._server.wait_ready(READY_S)
@@ -168,9 +162,8 @@ class Trl:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = program.parser("real_step", __doc__)
+    parser = program.parser("real_step", __doc__, out="bench/real-step.json", against=True)
     parser.add_argument("--model", type=Path, required=True, help="directory of a model with a chat template")
-    parser.add_argument("--against", metavar="COMMIT", help="take turns with a server of this commit")
     parser.add_argument("--trl", type=Path, metavar="PYTHON", help="of an environment with trl")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each")
     parser.add_argument("--steps", type=int, default=20)
@@ -182,7 +175,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--context", type=int, default=512, help="vLLM's longest sequence; decides its memory")
     parser.add_argument("--threads", type=int, help="of both servers; each build's default if not given")
-    parser.add_argument("--out", type=Path, default=Path("out/bench/real-step.json"))
     return parser.parse_args()
 
 
@@ -244,10 +236,8 @@ def main() -> None:
     options = _arguments()
     options.model = options.model.resolve()
     with ExitStack() as stack:
-        sides = [Side("now", ROOT, options, stack)]
-        if options.against:
-            other = Path(stack.enter_context(TemporaryDirectory(prefix="skyrl-before-")))
-            sides.append(Side("before", program.taken_out(options.against, other), options, stack))
+        roots = program.builds(options.against, stack)
+        sides = [Side(name, root, options, stack) for name, root in roots.items()]
         for side in sides:
             side.wait_ready()
         trl = Trl(options, stack) if options.trl else None

@@ -10,19 +10,17 @@ from __future__ import annotations
 import os
 import signal
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tinker
 from tinker import types
 
-from benchmarks.stage import Stage
+from benchmarks.stage import Stage, ready_server
 from benchmarks.table import Row, Target
 from skyrl.cli.demo.server import DemoServer
 
@@ -38,14 +36,13 @@ PATIENCE_S = 900.0
 def restarts(stage: Stage) -> list[Row]:
     """ "direct" is a start with an empty state directory."""
     rounds, steps = (QUICK_ROUNDS, QUICK_STEPS) if stage.quick else (ROUNDS, STEPS)
-    with tempfile.TemporaryDirectory(prefix="skyrl-restarts-") as directory:
-        _cold(Path(directory) / "first")  # reads all files once
-        seconds: dict[str, list[float]] = defaultdict(list)
-        for number in range(rounds):
-            seconds["cold"].append(_cold(Path(directory) / f"cold-{number}"))
-            for way in ("stop", "kill"):
-                for name, value in _restart(Path(directory) / f"{way}-{number}", way, steps).items():
-                    seconds[f"{way}: {name}"].append(value)
+    _cold()  # reads all files once
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        seconds["cold"].append(_cold())
+        for way in ("stop", "kill"):
+            for name, value in _restart(way, steps).items():
+                seconds[f"{way}: {name}"].append(value)
     stage.raw.append({"row": "restarts", "steps": steps, "seconds": dict(seconds)})
     cold = statistics.median(seconds["cold"])
     what = {
@@ -70,22 +67,14 @@ def restarts(stage: Stage) -> list[Row]:
     ]
 
 
-def _cold(state_dir: Path) -> float:
-    server = DemoServer(state_dir, *FLAGS)
-    server.start()
-    try:
-        return server.wait_ready(PATIENCE_S)
-    finally:
-        server.stop()
+def _cold() -> float:
+    with ready_server(*FLAGS, seconds=PATIENCE_S) as server:
+        return server.ready_s
 
 
-def _restart(state_dir: Path, way: str, steps: int) -> dict[str, float]:
+def _restart(way: str, steps: int) -> dict[str, float]:
     """Seconds of the training before the restart, and after its beginning."""
-    server = DemoServer(state_dir, *FLAGS)
-    server.start()
-    with ExitStack() as opened:
-        opened.callback(server.stop)
-        server.wait_ready(PATIENCE_S)
+    with ready_server(*FLAGS, seconds=PATIENCE_S) as server, ExitStack() as opened:
         clients = [opened.enter_context(_client(server, number)) for number in range(2)]
         began = time.monotonic()
         for number in range(steps):

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import psutil
 
 from benchmarks.rows_forwarding import errors
-from benchmarks.stage import Stage, gateway, gateway_of_several
+from benchmarks.stage import Stage, gateway, ready_server
 from benchmarks.table import Row, Target
-from skyrl.cli.demo.server import DemoServer
+from skyrl.runtime.processes.usage import parts_of_server
 
 ROUNDS, QUICK_ROUNDS = 9, 3
 IN_FLIGHT = 64
@@ -28,8 +26,6 @@ SETTLE_S = 5.0
 MORE_MB = 60.0
 ONE = [{"base_model": "tiny"}]
 TWO = [*ONE, {"base_model": "tiny", "served_model_names": ["teacher"], "uses": ["sample"]}]
-_VLLM = ("vllm.", "VLLM::")
-"""How words of a vLLM's command lines begin."""
 
 
 def compare(stage: Stage) -> list[Row]:
@@ -40,7 +36,7 @@ def compare(stage: Stage) -> list[Row]:
 def _cost(stage: Stage) -> list[Row]:
     rounds = QUICK_ROUNDS if stage.quick else ROUNDS
     key, ratios, failed = "server_cpu_s_per_1000", list[float](), 0
-    with gateway(stage.upstream.url) as alone, gateway_of_several(stage.upstream.url, 2) as several:
+    with gateway(stage.upstream.url) as alone, gateway(stage.upstream.url, 2) as several:
         for number in range(rounds):
             turn = [("one", alone), ("two", several)]
             seconds: dict[str, float] = {}
@@ -68,17 +64,12 @@ def _second(stage: Stage) -> list[Row]:
 
 def _started(entries: Sequence[object]) -> tuple[float, float, float]:
     """The private memory (MB) of the server without its vLLMs, that of one vLLM, and the seconds until it is ready."""
-    with tempfile.TemporaryDirectory() as directory:
-        server = DemoServer(Path(directory), "--base-models", json.dumps(entries))
-        server.start()
-        try:
-            ready_s = server.wait_ready()
-            time.sleep(SETTLE_S)
-            root = psutil.Process(server.pid)
-            processes = [root, *root.children(recursive=True)]
-            of_vllm = [each for each in processes if any(part.startswith(_VLLM) for part in each.cmdline())]
-            memory = {each.pid: each.memory_full_info().uss / 2**20 for each in processes}
-        finally:
-            server.stop()
-    vllm = sum(memory[each.pid] for each in of_vllm)
-    return sum(memory.values()) - vllm, vllm / len(entries), ready_s
+    with ready_server("--base-models", json.dumps(entries)) as server:
+        time.sleep(SETTLE_S)
+        memory = {name: sum(map(_private_mb, pids)) for name, pids in parts_of_server(server.pid).items()}
+    vllm = memory.pop("vLLM")
+    return sum(memory.values()), vllm / len(entries), server.ready_s
+
+
+def _private_mb(pid: int) -> float:
+    return psutil.Process(pid).memory_full_info().uss / 2**20

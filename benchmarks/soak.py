@@ -1,7 +1,7 @@
 """A long steady load that shows whether memory grows, answers slow down or samples get lost. Prints the verdicts, and
 writes soak.json with all points.
 
-Usage: python -m benchmarks.soak [--minutes 30] [--rate 500] [--delay-ms 200] [--retention-s 120] [--out DIRECTORY]
+Usage: python -m benchmarks.soak [--minutes 30] [--rate 500] [--delay-ms 200] [--retention-s 120] [--out FILE]
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -110,12 +109,11 @@ async def soak(
 
 
 def main() -> None:
-    parser = program.parser("soak", __doc__)
+    parser = program.parser("soak", __doc__, out="soak/soak.json")
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--rate", type=float, default=500, help="samples per second")
     parser.add_argument("--delay-ms", type=float, default=200, help="delay of the null upstream's answers")
     parser.add_argument("--retention-s", type=float, default=120, help="how long the server keeps results")
-    parser.add_argument("--out", type=Path, default=Path("out/soak"))
     options = parser.parse_args()
     facts = machine.facts() | {"minutes": options.minutes, "rate": options.rate, "delay_ms": options.delay_ms}
     with NullUpstream() as upstream, gateway(upstream.url, result_retention_s=options.retention_s) as server:
@@ -125,7 +123,7 @@ def main() -> None:
     print("\n" + text_table(rows))
     table = [asdict(row) | {"met": row.met} for row in rows]
     results = {"facts": facts, "rows": table, "totals": totals, "points": points}
-    program.write(options.out / "soak.json", results)
+    program.write(options.out, results)
     if not all(row.met for row in rows):
         raise SystemExit(1)
 

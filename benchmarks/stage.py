@@ -5,6 +5,7 @@ left behind.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.machine import ROOT
 from benchmarks.processes import parts_of
 from benchmarks.samples import MODEL, LoadSpec
 from skyrl.cli.demo.server import DemoServer
@@ -65,46 +67,48 @@ def wait_ready(url: str, seconds: float = 60.0) -> None:
     raise TimeoutError(f"{url} was not ready within {seconds:.0f} s")
 
 
-@contextmanager
-def _server(*flags: str, **settings: float) -> Generator[DemoServer]:
-    """Start a server with an empty database, without waiting for it. `settings` are configuration keys without a
-    flag."""
-    with tempfile.TemporaryDirectory() as state:
-        config = Path(state) / "config.toml"
-        config.write_text("".join(f"{key} = {value}\n" for key, value in settings.items()))
-        server = DemoServer(Path(state), "--config", str(config), *flags)
-        server.start()
-        try:
-            yield server
-        finally:
-            server.stop()
+def server_of(
+    stack: ExitStack, *flags: str, root: Path = ROOT, engine: dict[str, Any] | None = None, **settings: Any
+) -> DemoServer:
+    """Start a server of the build `root` with an empty database, without waiting for it; the end of the stack stops it.
+    `engine` is the backend's configuration, `settings` are keys without a flag."""
+    state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-bench-")))
+    config = state / "config.toml"
+    config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    flags = ("--config", str(config), *flags)
+    server = DemoServer(state, *flags, backend_config=engine, cwd=root, environment=environment)
+    stack.callback(server.stop)
+    server.start()
+    return server
 
 
 @contextmanager
-def gateway(upstream_url: str, **settings: float) -> Generator[DemoServer]:
-    """A gateway, a server that only samples, in front of the upstream."""
-    flags = ("--backend", "none", "--base-model", MODEL, "--external-inference-url", upstream_url)
-    with _server(*flags, **settings) as server:
-        server.wait_api()
+def ready_server(*flags: str, seconds: float = 180.0, **options: Any) -> Generator[DemoServer]:
+    """`server_of` until the block ends, once it can train and sample, within so many seconds."""
+    with ExitStack() as stack:
+        server = server_of(stack, *flags, **options)
+        server.wait_ready(seconds)
         yield server
 
 
 @contextmanager
-def gateway_of_several(upstream_url: str, count: int) -> Generator[DemoServer]:
-    """A gateway with `count` base models, all behind the upstream. Loads ask for the last one."""
-    names = [f"{MODEL}-{number}" for number in range(count - 1)]
-    entries = [{"base_model": name, "external_inference_url": upstream_url} for name in [*names, MODEL]]
-    with _server("--backend", "none", "--base-models", json.dumps(entries)) as server:
+def gateway(upstream_url: str, count: int = 1, **settings: Any) -> Generator[DemoServer]:
+    """A gateway, a server that only samples, in front of the upstream. Of `count` base models, all behind it, loads ask
+    for the last one."""
+    names = [*(f"{MODEL}-{number}" for number in range(count - 1)), MODEL]
+    entries = [{"base_model": name, "external_inference_url": upstream_url} for name in names]
+    one = ("--base-model", MODEL, "--external-inference-url", upstream_url)
+    with ExitStack() as stack:
+        flags = one if count == 1 else ("--base-models", json.dumps(entries))
+        server = server_of(stack, "--backend", "none", *flags, **settings)
         server.wait_api()
         yield server
 
 
-@contextmanager
-def trainer(upstream: NullUpstream) -> Generator[DemoServer]:
+def trainer(upstream: NullUpstream) -> AbstractContextManager[DemoServer]:
     """A server with an engine. It would forward samples to the upstream, so no vLLM runs."""
-    with _server("--external-inference-url", upstream.url) as server:
-        server.wait_ready()
-        yield server
+    return ready_server("--external-inference-url", upstream.url)
 
 
 @contextmanager

@@ -22,13 +22,12 @@ account: the shortest time of any schedule of two such chains (`benchmarks.best_
 the measured wall time. `greedy_s` is the time of the schedule in which each loop runs whenever it can. They are left
 out with more than two tenants.
 
-A line for each run says where its CPU seconds went (for wall time see `benchmarks.timeline`). `foreign` is what other
+A line for each run says where its CPU seconds went (for wall time see the pages of the runs). `foreign` is what other
 programs took; with more than a tenth of a core the wall times say little.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -41,11 +40,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from benchmarks import best_schedule, program
 from benchmarks.machine import facts
-from benchmarks.processes import busy_seconds, cpu_seconds, processes_of, thread_seconds
+from benchmarks.processes import busy_seconds, computing_of, cpu_seconds, processes_of, thread_seconds
 from skyrl.cli.demo.rl import Settings
 from skyrl.cli.demo.server import DemoServer
 from skyrl.cli.demo.tenants import Run, Tenant
@@ -134,17 +131,11 @@ class Scene:
         self.run(names, Settings(steps=2))  # first steps take longer
 
     def _parts(self) -> dict[str, list[int]]:
-        """The process ids of each part. vLLM is all the server's processes but skyrl's own."""
-        parts = processes_of(self._server.pid)
-        own = [pid for pids in parts.values() for pid in pids]
-        children = [child.pid for child in psutil.Process(self._server.pid).children(recursive=True)]
-        return {
-            "trainer": parts["engine"],
-            "vllm": [pid for pid in children if pid not in own],
-            "api": parts["api"],
-            "clients": [tenant.pid for tenant in self._tenants.values()],
-            "others": [self._server.pid, os.getpid()],
-        }
+        """The process ids of each part."""
+        computing, api = computing_of(self._server.pid), processes_of(self._server.pid)["api"]
+        clients = [tenant.pid for tenant in self._tenants.values()]
+        own = {"clients": clients, "others": [self._server.pid, os.getpid()]}
+        return {"trainer": computing["trainer"], "vllm": computing["vLLM"], "api": api} | own
 
     def run(self, names: Sequence[str], settings: Settings) -> Spent:
         """Run these tenants at the same time. Raises TenantFailed."""
@@ -208,12 +199,11 @@ def line(names: Sequence[str], run: Spent) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tenants' RL beside each other, at the hardware's bound.")
+    parser = program.parser("tenants", __doc__, out="bench/tenants.json")
     parser.add_argument("--tenants", type=int, choices=range(2, len(TENANTS) + 1), default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="steps of a tenant in each run")
     parser.add_argument("--base-models", type=int, choices=(1, 2), default=1, help="2: one for each of two tenants")
-    parser.add_argument("--out", type=Path, help="a file for the JSON")
     options = parser.parse_args()
     if options.base_models == 2 and options.tenants != 2:
         parser.error("--base-models 2 is for two tenants")
@@ -224,8 +214,7 @@ def main() -> None:
     figures = medians([{name: value for name, value in each.items() if name != "runs"} for each in found])
     print(", ".join(f"{name} {value:.2f}" for name, value in figures.items()))
     result = {"facts": machine, "settings": asdict(Settings(steps=options.steps)), "medians": figures, "rounds": found}
-    if options.out is not None:
-        program.write(options.out, result)
+    program.write(options.out, result)
 
 
 if __name__ == "__main__":

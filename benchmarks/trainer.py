@@ -2,7 +2,7 @@
 over PEFT, and a packed one. In turns, each in a process of its own.
 
 Usage: python -m benchmarks.trainer [--models tiny 0.6b] [--rows ROW ...] [--ways WAY ...] [--server] [--rounds N]
-                                    [--threads N] [--clock cpu] [--quick] [--out DIRECTORY]
+                                    [--threads N] [--clock cpu] [--quick] [--out FILE]
 
 A row is a batch; a step is its forward_backward and optim_step, from arrays to results. On a CPU everything is float32;
 on CUDA, where there is one, bfloat16 with float32 adapters. 0.6b has random weights in Qwen3-0.6B's shape, quarter 7 of
@@ -155,7 +155,7 @@ def _gap(value: float | None) -> str:
 
 def _arguments() -> argparse.Namespace:
     names = list(dict.fromkeys(row.name for row in (*FULL, *LONG, *EVEN, *SMALL)))
-    parser = program.parser("trainer", __doc__)
+    parser = program.parser("trainer", __doc__, out="trainer/trainer.json", quick="two rounds")
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=["tiny"], metavar="MODEL", help=", ".join(MODELS)
     )
@@ -168,8 +168,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="steps of each way (default: 5)")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch in each way (default: 1)")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a machine that is busy")
-    parser.add_argument("--quick", action="store_true", help="two rounds")
-    parser.add_argument("--out", type=Path, default=Path("out/trainer"), help="directory for trainer.json")
     options = parser.parse_args()
     options.ways = list(dict.fromkeys([*options.ways, *(OF_SERVER if options.server else ())]))
     return options
@@ -191,7 +189,7 @@ def main() -> None:
                 by_model.setdefault(name, []).extend(found)
                 print(table({name: found}), flush=True)
     print(f"\n{table(by_model)}\n\n{', '.join(f'{key} {value}' for key, value in facts.items())}")
-    program.write(options.out / "trainer.json", {"facts": facts, "results": by_model})
+    program.write(options.out, {"facts": facts, "results": by_model})
 
 
 if __name__ == "__main__":

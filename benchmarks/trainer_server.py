@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -17,10 +15,9 @@ import tinker
 from tinker import types
 
 from benchmarks.processes import parts_of
-from benchmarks.stage import NullUpstream
+from benchmarks.stage import NullUpstream, ready_server
 from benchmarks.trainer_rows import TenantPass
 from benchmarks.trainer_ways import BUDGET, COMPUTED, STEP, Trained, joined
-from skyrl.cli.demo.server import DemoServer
 from skyrl.trainer.protocol import Datum
 
 
@@ -30,16 +27,10 @@ class ServerWay:
     def __init__(self, model: str, threads: int, *, merge: bool) -> None:
         self._model = model
         self._stack = ExitStack()
-        state = Path(self._stack.enter_context(TemporaryDirectory(prefix="skyrl-trainer-")))
         upstream = self._stack.enter_context(NullUpstream())
         flags = ("--external-inference-url", upstream.url, "--base-model", model)
-        config = state / "config.toml"
-        config.write_text(f"threads = {threads}\n")
         settings = {"trainer.merge_passes": merge, "trainer.micro_batch_tokens": BUDGET}
-        self._server = DemoServer(state, "--config", str(config), *flags, backend_config=settings)
-        self._server.start()
-        self._stack.callback(self._server.stop)
-        self._server.wait_ready()
+        self._server = self._stack.enter_context(ready_server(*flags, engine=settings, threads=threads))
 
     def start(self, passes: Sequence[TenantPass]) -> None:
         self.take(passes)

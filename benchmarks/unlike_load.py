@@ -1,20 +1,18 @@
-"""One tenant of `unlike_tenants`: `python -m benchmarks.unlike_load URL MODEL KIND`.
+"""The tenants of `unlike_tenants`, each a process of its own that makes steps when it is told to.
 
-Each line on standard input is a number of seconds: the tenant makes steps for so long, at least one, and prints them as
-a line of JSON. Tenants that train use the SDK, agents OpenAI's client. A step's answers get advantages that alternate,
-so that all of them train.
+Tenants that train use the SDK, agents OpenAI's client. A step's answers get advantages that alternate, so that all of
+them train. Knows no server but its URL; what a step may take is for `unlike_tenants`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
-import json
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -37,15 +35,16 @@ FIRST_WORD, WORDS = 300, 500
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds: to save the weights, to sample, and to train, which is a pass and an optimizer step."""
+    """Seconds: to save the weights, to sample, for the pass, and from its result to that of the optimizer step."""
 
     save_s: float
     sample_s: float
-    train_s: float
+    pass_s: float
+    optim_s: float
 
     @property
     def seconds(self) -> float:
-        return self.save_s + self.sample_s + self.train_s
+        return self.save_s + self.sample_s + self.pass_s + self.optim_s
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def _picture(chance: np.random.Generator, model: str) -> types.ModelInput:
 
 
 KINDS: dict[str, Rl | None] = {
-    "long": Rl(3, 1, 2, 16, _words(LONG)),
+    "long": Rl(2, 2, 2, 16, _words(LONG)),
     "pictures": Rl(4, 4, 4, 16, _picture),
     "agents": None,
     "tiny": Rl(2, 2, 4, 16, _words(40)),
@@ -112,6 +111,7 @@ class Trains:
         update = self._trainer.forward_backward(data, "importance_sampling")
         step = self._trainer.optim_step(types.AdamParams(learning_rate=1e-4))
         update.result()
+        marks.append(time.perf_counter())
         step.result()
         marks.append(time.perf_counter())
         return Step(*np.diff(marks).tolist())
@@ -147,7 +147,7 @@ class Agents:
         with ThreadPoolExecutor(AGENTS) as pool:
             list(pool.map(self._agent, range(self._number, self._number + AGENTS)))
         self._number += AGENTS
-        return Step(0.0, time.perf_counter() - began, 0.0)
+        return Step(0.0, time.perf_counter() - began, 0.0, 0.0)
 
     def _agent(self, number: int) -> None:
         messages: list[Any] = [{"role": "user", "content": f"count from {number}"}]
@@ -165,21 +165,15 @@ def tool(number: int) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": fields}}
 
 
-def _run(step: Callable[[], Step], seconds: float) -> Sequence[Step]:
-    end, steps = time.perf_counter() + seconds, list[Step]()
-    while not steps or time.perf_counter() < end:
-        steps.append(step())
-    return steps
-
-
-def main() -> None:
-    url, model, kind = sys.argv[1:]
+def work(told: Connection, url: str, model: str, kind: str) -> None:
+    """A tenant of `url`. "go": make steps, and send each, until "stop", then None. `model`: the directory of the base
+    model. Sends None also when it has its model. Ends with the other end of the connection."""
     rl = KINDS[kind]
-    tenant = Agents(url) if rl is None else Trains(url, str(Path(model)), kind, rl)
-    print("[]", flush=True)
-    for line in sys.stdin:
-        print(json.dumps([asdict(step) for step in _run(tenant.step, float(line))]), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    tenant = Agents(url) if rl is None else Trains(url, model, kind, rl)
+    told.send(None)
+    with contextlib.suppress(EOFError):
+        while told.recv() == "go":
+            while not told.poll():
+                told.send(tenant.step())
+            told.recv()
+            told.send(None)

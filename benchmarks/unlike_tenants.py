@@ -1,156 +1,195 @@
 """Tenants who differ on one server: how long a step of each takes alone, and beside the others.
 
-    python -m benchmarks.unlike_tenants [--quick] [--against COMMIT] [--rounds 1] [--alone 5] [--together 30]
-                                        [--out FILE]
+    python -m benchmarks.unlike_tenants [--quick] [--against COMMIT] [--minutes 4.8] [--out FILE]
 
 A real `skyrl serve` with the tiny model that sees and real vLLM; four tenants (`benchmarks/unlike_load.py`): one with
 prompts of 10,000 tokens, one with pictures, one with agents that must call one of 300 tools in each turn, one with tiny
-steps of RL. A round lets each run alone, then all together. The bound of a step is its share, the number of tenants
-times its time alone, and one pass: the longest part of a step of another tenant alone. While all run, a GET every 50 ms
-shows how long the API's event loop lets a request wait. With `--against` rounds alternate with a server of that commit.
+steps of RL. Each works alone, then all work at once, until each has made a step. The bound of a step is its share, the
+number of tenants times its time alone, and one pass: the longest one of another tenant alone. The bound of its pass is
+the number of tenants that train times the pass alone, and the same pass. Each step beside the others must be within,
+also one that has not ended. Alone the first step is not counted if there is another one.
+
+"overtaken" is the order of the passes, which does not depend on the machine: while a pass of the tenant waited or ran,
+so many others that had arrived later ended. While all work, a GET every 50 ms shows how long the API's event loop lets
+a request wait. With `--against` a server of that commit follows. After so many minutes the program ends with what it
+has measured.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
+import multiprocessing
+import sqlite3
 import statistics
-import subprocess
-import sys
 import threading
 import time
-from contextlib import ExitStack
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import httpx
 
 from benchmarks import program
-from benchmarks.machine import ROOT, facts
+from benchmarks.machine import facts
 from benchmarks.processes import computing_of, cpu_seconds
 from benchmarks.series import quantile
+from benchmarks.stage import server_of
 from benchmarks.table import Row, Target, text_table
-from benchmarks.unlike_load import KINDS, MODEL
+from benchmarks.unlike_load import KINDS, MODEL, Step, work
+from skyrl.api.access import tenant_of_key
 from skyrl.base.tiny import tools, vision
-from skyrl.cli.demo.server import DemoServer
-from skyrl.runtime.processes.supervision import dies_with_parent
+from skyrl.cli.demo.server import DemoServer, ServerFailed
 
 CONTEXT = 24_576
 ENGINE = {"generator.inference_engine.max_model_len": CONTEXT, "trainer.policy.model.lora.max_lora_rank": 8}
 SHOWN = ("tool | tojson", "tool.function.name + ': ' + tool.function.description")
 """The tiny tokenizer makes 130 tokens of a tool's JSON, others some 40: so 300 tools have 10,000 tokens."""
-READY_S = 300.0
-PARTS = ("save_s", "sample_s", "train_s")
-Steps = list[dict[str, float]]
+PARTS = ("save", "sample", "pass", "optim")
+TRAIN = [kind for kind, rl in KINDS.items() if rl is not None]
+PASSES = "SELECT tenant, created_at, completed_at FROM futures WHERE kind = 'FORWARD_BACKWARD' AND created_at > ?"
+
+
+class TimeIsUp(Exception):
+    pass
+
+
+@dataclass
+class Worked:
+    """Tenants at the same time: their steps, the seconds so far of steps that had not ended, the CPU seconds of vLLM
+    and trainer, and milliseconds of GETs."""
+
+    steps: dict[str, list[Step]]
+    unended_s: dict[str, float] = field(default_factory=dict)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    lags_ms: list[float] = field(default_factory=list)
+    overtaken: dict[str, int] = field(default_factory=dict)
+
+    def counted(self, kind: str) -> list[Step]:
+        return self.steps[kind][1:] or self.steps[kind]
 
 
 class Side:
     """A server of one build, and its tenants."""
 
-    def __init__(self, name: str, root: Path, model: Path, stack: ExitStack) -> None:
-        self.name, self._model = name, model
-        state = Path(stack.enter_context(TemporaryDirectory(prefix="skyrl-unlike-")))
-        flags = ("--base-model", str(model), "--served-model-name", MODEL)
-        environment = os.environ | {"PYTHONPATH": str(root)}
-        self._server = DemoServer(state, *flags, backend_config=ENGINE, cwd=root, environment=environment)
-        self._server.start()
-        stack.callback(self._server.stop)
-        self._stack = stack
-        self._tenants: dict[str, subprocess.Popen[str]] = {}
-
-    def begin(self) -> None:
-        """Wait for the server, and let each tenant make a step, which takes longer than later ones."""
-        self._server.wait_ready(READY_S)
+    def __init__(self, server: DemoServer, model: Path, ends_at: float, stack: ExitStack) -> None:
+        self._server, self._ends_at = server, ends_at
+        self._tenants: dict[Connection, str] = {}
+        server.wait_ready(ends_at - time.monotonic())
+        context = multiprocessing.get_context("forkserver")  # which imports the SDK once
+        context.set_forkserver_preload(["benchmarks.unlike_load"])
         for kind in KINDS:
-            command = [sys.executable, "-m", "benchmarks.unlike_load", self._server.url, str(self._model), kind]
-            tenant = subprocess.Popen(
-                dies_with_parent(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-            )
-            self._stack.callback(tenant.wait)
-            self._stack.callback(tenant.terminate)
-            self._tenants[kind] = tenant
-        for kind in KINDS:
-            self._steps(kind)
-            self.run([kind], 0.0)
+            ours, theirs = context.Pipe()
+            tenant = context.Process(target=work, args=(theirs, server.url, str(model), kind), daemon=True)
+            tenant.start()
+            stack.callback(tenant.kill)
+            theirs.close()
+            self._tenants[ours] = kind
+        self._drain(self._tenants)
 
-    def run(self, kinds: list[str], seconds: float) -> dict[str, Steps]:
-        """The steps of these tenants at the same time."""
-        for kind in kinds:
-            stdin = self._tenants[kind].stdin
-            assert stdin is not None
-            stdin.write(f"{seconds}\n")
-            stdin.flush()
-        return {kind: self._steps(kind) for kind in kinds}
+    def run(self, kinds: Sequence[str], is_enough: Callable[[Worked], bool]) -> Worked:
+        """Let these tenants work until it is enough, or until the time is up."""
+        worked, before = Worked({kind: [] for kind in kinds}), self._cpu()
+        tenants = {told: kind for told, kind in self._tenants.items() if kind in kinds}
+        began = dict.fromkeys(kinds, time.monotonic())
+        for told in tenants:
+            told.send("go")
+        while not is_enough(worked) and time.monotonic() < self._ends_at:
+            for told in wait([*tenants], 0.05):
+                assert isinstance(told, Connection)
+                worked.steps[tenants[told]].append(told.recv())
+                began[tenants[told]] = time.monotonic()
+        worked.unended_s = {kind: time.monotonic() - at for kind, at in began.items()}
+        worked.cpu_s = {part: seconds - before[part] for part, seconds in self._cpu().items()}
+        for told in tenants:
+            told.send("stop")
+        return worked
 
-    def _steps(self, kind: str) -> Steps:
-        stdout = self._tenants[kind].stdout
-        assert stdout is not None
-        if not (line := stdout.readline()):
-            raise RuntimeError(f"the tenant {kind} has ended")
-        return json.loads(line)
+    def alone(self, kind: str, seconds: float) -> Worked:
+        until, steps = time.monotonic() + seconds, 1 if kind == "long" else 3
+        worked = self.run([kind], lambda worked: len(worked.steps[kind]) >= steps and time.monotonic() >= until)
+        self._drain([told for told, each in self._tenants.items() if each == kind])
+        return worked
 
-    def round(self, alone_s: float, together_s: float) -> dict[str, Any]:
-        alone: dict[str, Steps] = {}
-        for kind in KINDS:
-            alone |= self.run([kind], alone_s)
-            print(f"{self.name}, {kind} alone: {[round(seconds(step), 2) for step in alone[kind]]} s", flush=True)
-        before, lags, over = self._cpu(), list[float](), threading.Event()
+    def together(self, seconds: float) -> Worked:
+        """Until each has made a step, and for so many seconds."""
+        until, since, lags, over = time.monotonic() + seconds, time.time(), list[float](), threading.Event()
         watch = threading.Thread(target=self._watch, args=(lags, over))
         watch.start()
         try:
-            together = self.run(list(KINDS), together_s)
+            worked = self.run([*KINDS], lambda worked: all(worked.steps.values()) and time.monotonic() >= until)
         finally:
             over.set()
             watch.join()
-        cpu = {part: seconds - before[part] for part, seconds in self._cpu().items()}
-        return {"alone": alone, "together": together, "lags_s": lags, "cpu_s": cpu}
+        worked.lags_ms, worked.overtaken = lags, self._overtaken(since)
+        return worked
+
+    def _drain(self, tenants: Collection[Connection]) -> None:
+        """Wait until they have ended the steps that run."""
+        for told in tenants:
+            while told.poll(max(0.0, self._ends_at - time.monotonic())):
+                if told.recv() is None:
+                    break
+            else:
+                raise TimeIsUp
 
     def _watch(self, lags: list[float], over: threading.Event) -> None:
         with httpx.Client(base_url=self._server.url, trust_env=False, timeout=60.0) as client:
             while not over.wait(0.05):
                 began = time.perf_counter()
                 client.get("/api/v1/healthz").raise_for_status()
-                lags.append(time.perf_counter() - began)
+                lags.append(1e3 * (time.perf_counter() - began))
 
     def _cpu(self) -> dict[str, float]:
         return {part: sum(map(cpu_seconds, pids)) for part, pids in computing_of(self._server.pid).items()}
 
+    def _overtaken(self, since: float) -> dict[str, int]:
+        """By tenant, how many passes of others at most arrived after one of its passes and ended before it."""
+        with closing(sqlite3.connect(self._server.state_dir / "skyrl.db")) as connection:
+            passes = connection.execute(PASSES, (since,)).fetchall()
+        found: dict[str, int] = {}
+        for kind in TRAIN:
+            own = [each for each in passes if each[0] == tenant_of_key(f"tml-{kind}")]
+            others = [(began, ended) for tenant, began, ended in passes if tenant != own[0][0] and ended] if own else []
+            counts = [sum(b > began and (not end or e < end) for b, e in others) for _, began, end in own]
+            found[kind] = max(counts, default=0)
+        return found
 
-def seconds(step: dict[str, float]) -> float:
-    return sum(step[part] for part in PARTS)
 
-
-def _rows(rounds: dict[str, list[dict[str, Any]]]) -> list[Row]:
-    """Medians of all rounds. `direct` is the time alone; of the event loop the other build's."""
-    rows: list[Row] = []
-    for side, found in rounds.items():
-        steps = {
-            way: {kind: [step for each in found for step in each[way][kind]] for kind in KINDS}
-            for way in ("alone", "together")
-        }
-        alone = {kind: statistics.median(map(seconds, steps["alone"][kind])) for kind in KINDS}
-        for kind in KINDS:
-            others = [step for other in KINDS if other != kind for step in steps["alone"][other]]
-            longest = max(step[part] for step in others for part in PARTS)
-            bound = Target(len(KINDS) * alone[kind] + longest)
-            taken = [seconds(step) for step in steps["together"][kind]]
-            note = f"{len(taken)} steps; pass {longest:.2f} s; longest step {max(taken):.2f} s"
-            what = f"{side}: {kind}, a step"
-            rows.append(Row("unlike", what, "s", statistics.median(taken), bound, alone[kind], note=note))
-            for part in PARTS:
-                values = [[step[part] for step in steps[way][kind]] for way in ("together", "alone")]
-                if max(values[0]) > 0:
-                    medians = [statistics.median(each) for each in values]
-                    name = part.removesuffix("_s")
-                    rows.append(Row("unlike", f"{side}: {kind}, {name}", "s", medians[0], None, medians[1]))
-        lags = [lag for each in found for lag in each["lags_s"]]
-        note = ", ".join(f"{part} {sum(each['cpu_s'][part] for each in found):.1f}" for part in found[0]["cpu_s"])
-        for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
-            what = f"{side}: {name} of a GET beside all"
-            rows.append(Row("unlike", what, "ms", 1e3 * quantile(lags, share), note=f"CPU s together: {note}"))
+def rows_of(side: str, found: Mapping[str, Worked]) -> list[Row]:
+    """The longest step and pass of each tenant beside the others. `direct` is the median alone."""
+    rows, beside = list[Row](), found["all"]
+    for kind, steps in beside.steps.items():
+        alone = found[kind].counted(kind)
+        one_pass = max(step.pass_s for other in KINDS if other != kind for step in found[other].steps[other])
+        seconds, unended_s = [step.seconds for step in steps], beside.unended_s[kind]
+        own = statistics.median(step.seconds for step in alone)
+        note = f"{len(KINDS)} × {own:.2f} + {one_pass:.2f} s; {_parts(steps)}"
+        note += f"; the last one had run for {unended_s:.2f} s; CPU s of a step alone: "
+        note += ", ".join(
+            f"{part} {spent / len(found[kind].steps[kind]):.2f}" for part, spent in found[kind].cpu_s.items()
+        )
+        bound, what = Target(len(KINDS) * own + one_pass), f"{side}: {kind}, longest step"
+        rows.append(Row("unlike", what, "s", max([*seconds, unended_s]), bound, own, note=note))
+        if kind in TRAIN:
+            own, passes = statistics.median(step.pass_s for step in alone), [step.pass_s for step in steps]
+            note = f"{len(TRAIN)} × {own:.2f} + {one_pass:.2f} s; overtaken by {beside.overtaken[kind]} passes"
+            bound, what = Target(len(TRAIN) * own + one_pass), f"{side}: {kind}, longest pass"
+            rows.append(Row("unlike", what, "s", quantile(passes, 1.0), bound, own, note=note))
+    note = "CPU s of all together: " + ", ".join(f"{part} {spent:.1f}" for part, spent in beside.cpu_s.items())
+    for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
+        what = f"{side}: {name} of a GET beside all"
+        rows.append(Row("unlike", what, "ms", quantile(beside.lags_ms, share), note=note if share == 1.0 else ""))
     return rows
+
+
+def _parts(steps: Sequence[Step]) -> str:
+    """How many steps, and the medians of their parts."""
+    medians = (f"{part} {quantile([getattr(step, f'{part}_s') for step in steps], 0.5):.2f}" for part in PARTS)
+    return f"{len(steps)} steps, medians: {', '.join(medians)}"
 
 
 def _model(directory: Path) -> Path:
@@ -166,34 +205,35 @@ def _model(directory: Path) -> Path:
     return directory
 
 
-def _arguments() -> argparse.Namespace:
-    parser = program.parser("unlike_tenants", __doc__)
-    parser.add_argument("--quick", action="store_true", help="short windows")
-    parser.add_argument("--against", metavar="COMMIT", help="take turns with a server of this commit")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--alone", type=float, default=5.0, help="seconds of each tenant alone")
-    parser.add_argument("--together", type=float, default=30.0, help="seconds of all together")
-    parser.add_argument("--out", type=Path, default=Path("out/bench/unlike-tenants.json"))
-    return parser.parse_args()
+def measure(side: str, tenants: Side, quick: bool) -> Iterator[tuple[str, Worked]]:
+    """What the tenants do, each alone, and "all" of them at once: as much as there is time for."""
+    for kind in KINDS:
+        yield kind, (worked := tenants.alone(kind, 0.0 if quick else 5.0))
+        print(f"{side}, {kind} alone: {[round(step.seconds, 2) for step in worked.steps[kind]]} s", flush=True)
+    yield "all", tenants.together(10.0 if quick else 45.0)
 
 
 def main() -> None:
-    options = _arguments()
-    alone_s, together_s = (2.0, 15.0) if options.quick else (options.alone, options.together)
-    with ExitStack() as stack:
+    parser = program.parser("unlike_tenants", __doc__, out="bench/unlike-tenants.json", quick="short", against=True)
+    parser.add_argument("--minutes", type=float, default=4.8, help="end after so many, with what was measured")
+    options = parser.parse_args()
+    began, found, rows = time.monotonic(), defaultdict[str, dict[str, Worked]](dict), list[Row]()
+    with program.ended_after(60 * options.minutes), ExitStack() as stack:
         model = _model(Path(stack.enter_context(TemporaryDirectory(prefix="skyrl-unlike-"))) / "model")
-        sides = [Side("now", ROOT, model, stack)]
-        if options.against:
-            other = Path(stack.enter_context(TemporaryDirectory(prefix="skyrl-before-")))
-            sides.append(Side("before", program.taken_out(options.against, other), model, stack))
-        for side in sides:
-            side.begin()
-        rounds: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
-        for number in range(options.rounds):
-            for side in sides if number % 2 == 0 else sides[::-1]:
-                rounds[side.name].append(side.round(alone_s, together_s))
-    print(text_table(_rows(rounds)))
-    program.write(options.out, {"facts": facts(), "rounds": rounds})
+        flags = ("--base-model", str(model), "--served-model-name", MODEL)
+        roots = program.builds(options.against, stack)
+        for number, (side, root) in enumerate(roots.items(), 1):
+            ends_at = began + 60 * options.minutes * number / len(roots)
+            with ExitStack() as of_side, suppress(TimeIsUp, ServerFailed):
+                tenants = Side(server_of(of_side, *flags, root=root, engine=ENGINE), model, ends_at, of_side)
+                found[side].update(measure(side, tenants, options.quick))
+            if "all" in found[side]:
+                rows += rows_of(side, found[side])
+            else:
+                print(f"{side}: not all measured together: the time was up after {len(found[side])} alone", flush=True)
+    print(text_table(rows))
+    raw = {side: {name: asdict(each) for name, each in worked.items()} for side, worked in found.items()}
+    program.write(options.out, {"facts": facts(), "found": raw})
 
 
 if __name__ == "__main__":
