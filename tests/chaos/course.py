@@ -162,10 +162,11 @@ class Course:
 
     def _calm(self, tenants: list[Tenant]) -> None:
         """All go on until each has made a whole step, or is beyond its bound; then tell them to end."""
-        self._say(f"calm, for {self._times.calm_s:.0f} s at most")
+        most_s = max(CALM_S, self._times.calm_s)
+        self._say(f"calm, for {most_s:.0f} s at most")
         since, began, waited_s, steps = time.time(), time.monotonic(), 0.0, dict[str, list[Step]]()
         try:
-            while waited_s < self._times.calm_s and (waited_s < CALM_S or not all(steps.values())):
+            while waited_s < most_s and (waited_s < CALM_S or not all(steps.values())):
                 time.sleep(1.0)
                 waited_s = time.monotonic() - began
                 steps = {tenant.task: [step for step in tenant.steps() if step.began_at >= since] for tenant in tenants}
