@@ -19,23 +19,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import subprocess
 import sys
 import time
 from collections import Counter
 from contextlib import ExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import Any
 
 import aiohttp
 
 from benchmarks import program
-from benchmarks.machine import ROOT
 from benchmarks.processes import forget_peak_of, parts_of, peak_resident_mb
 from benchmarks.series import quantile
+from benchmarks.stage import server_of
 from skyrl.cli.demo.server import DemoServer
 from skyrl.runtime.processes.supervision import dies_with_parent
 
@@ -144,30 +142,16 @@ def _stored(server: DemoServer) -> int:
     return sum(file.stat().st_size for file in server.state_dir.glob("skyrl.db*"))
 
 
-def _server(root: Path, state: Path) -> DemoServer:
-    spare = max(0, shutil.disk_usage(state).free - KEPT_BYTES)
-    (state / "config.toml").write_text(f"min_free_disk_bytes = {spare}\n")
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    return DemoServer(state, "--config", str(state / "config.toml"), cwd=root, environment=environment)
-
-
 def main() -> None:
-    parser = program.parser("hostile", __doc__)
-    parser.add_argument("--against", metavar="COMMIT", help="take turns with a server of this commit")
-    parser.add_argument("--quick", action="store_true", help="windows of 4 s instead of 10")
+    quick = "windows of 4 s instead of 10"
+    parser = program.parser("hostile", __doc__, out="bench/hostile.json", quick=quick, against=True)
     parser.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS))
-    parser.add_argument("--out", type=Path, default=Path("out/bench/hostile.json"))
     options = parser.parse_args()
     found: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        roots = {"now": ROOT}
-        if options.against:
-            other = Path(stack.enter_context(TemporaryDirectory(prefix="skyrl-before-")))
-            roots["before"] = program.taken_out(options.against, other)
-        servers = {name: _server(root, Path(stack.enter_context(TemporaryDirectory()))) for name, root in roots.items()}
-        for server in servers.values():
-            stack.callback(server.stop)
-            server.start()
+        spare = max(0, shutil.disk_usage(gettempdir()).free - KEPT_BYTES)
+        roots = program.builds(options.against, stack)
+        servers = {name: server_of(stack, root=root, min_free_disk_bytes=spare) for name, root in roots.items()}
         for server in servers.values():
             server.wait_ready(400)
         for name in (None, *options.only):

@@ -11,28 +11,24 @@ upstream answers all samples at once. The other build goes through all of them f
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import tinker
 
-from benchmarks import machine, program
+from benchmarks import program
 from benchmarks.polls_clients import PollSpec
 from benchmarks.series import quantile
-from benchmarks.stage import NullUpstream
+from benchmarks.stage import NullUpstream, trainer
 from benchmarks.table import Row, Target, text_table
 from benchmarks.training import ADAM
 from skyrl.cli.demo.run import stream_data
-from skyrl.cli.demo.server import DemoServer
 
 HEARTBEAT_MS = 20
 KB_PER_POLL = 20
@@ -74,22 +70,13 @@ class Training:
                 self.spent_s.append(time.perf_counter() - began)
 
 
-@contextmanager
-def _server(root: Path, upstream: NullUpstream) -> Iterator[DemoServer]:
-    with TemporaryDirectory(prefix="skyrl-polls-") as state:
-        environment = os.environ | {"PYTHONPATH": str(root), "SKYRL_THREADS": "1"}
-        server = DemoServer(Path(state), "--external-inference-url", upstream.url, cwd=root, environment=environment)
-        server.start()
-        try:
-            server.wait_ready()
-            yield server
-        finally:
-            server.stop()
-
-
 def measure(root: Path, options: Any) -> Phases:
     """What `polls_load` prints, by phase; and "training"."""
-    with NullUpstream() as upstream, _server(root, upstream) as server, Training(server.url) as training:
+    with (
+        NullUpstream() as upstream,
+        trainer(upstream, root=root, threads=1) as server,
+        Training(server.url) as training,
+    ):
         spec = PollSpec(server.url, upstream.url, server.pid, options.polls, quick=options.quick)
         command = [sys.executable, "-m", "benchmarks.polls_load", json.dumps(asdict(spec))]
         found: Phases = {}
@@ -142,21 +129,17 @@ def rows(now: Phases, before: Phases | None) -> list[Row]:
 
 
 def main() -> None:
-    parser = program.parser("polls", __doc__)
-    parser.add_argument("--against", metavar="COMMIT", help="measure a server of this commit, too")
+    quick = "short phases: no poll is renewed"
+    parser = program.parser("polls", __doc__, out="bench/polls.json", quick=quick, against=True)
     parser.add_argument("--polls", type=int, default=8192)
-    parser.add_argument("--quick", action="store_true", help="short phases: no poll is renewed")
-    parser.add_argument("--out", type=Path, default=Path("out/bench/polls.json"))
     options = parser.parse_args()
-    before = None
-    if options.against:
-        with TemporaryDirectory(prefix="skyrl-before-") as other:
-            print(f"{options.against}:")
-            before = measure(program.taken_out(options.against, Path(other)), options)
-    print("this build:")
-    now = measure(machine.ROOT, options)
-    print("\n" + text_table(rows(now, before)))
-    program.write(options.out, {"now": now, "before": before})
+    found: dict[str, Phases] = {}
+    with ExitStack() as stack:
+        for name, root in reversed(program.builds(options.against, stack).items()):
+            print(f"{name}:")
+            found[name] = measure(root, options)
+    print("\n" + text_table(rows(found["now"], found.get("before"))))
+    program.write(options.out, found)
 
 
 if __name__ == "__main__":

@@ -106,9 +106,9 @@ def gateway(upstream_url: str, count: int = 1, **settings: Any) -> Generator[Dem
         yield server
 
 
-def trainer(upstream: NullUpstream) -> AbstractContextManager[DemoServer]:
+def trainer(upstream: NullUpstream, **options: Any) -> AbstractContextManager[DemoServer]:
     """A server with an engine. It would forward samples to the upstream, so no vLLM runs."""
-    return ready_server("--external-inference-url", upstream.url)
+    return ready_server("--external-inference-url", upstream.url, **options)
 
 
 @contextmanager
