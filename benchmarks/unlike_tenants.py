@@ -48,6 +48,8 @@ CONTEXT = 24_576
 ENGINE = {"generator.inference_engine.max_model_len": CONTEXT, "trainer.policy.model.lora.max_lora_rank": 8}
 SHOWN = ("tool | tojson", "tool.function.name + ': ' + tool.function.description")
 """The tiny tokenizer makes 130 tokens of a tool's JSON, others some 40: so 300 tools have 10,000 tokens."""
+ENDING_S = 15.0
+"""After the last minute, for what hangs."""
 PARTS = ("save", "sample", "pass", "optim")
 TRAIN = [kind for kind, rl in KINDS.items() if rl is not None]
 PASSES = "SELECT tenant, created_at, completed_at FROM futures WHERE kind = 'FORWARD_BACKWARD' AND created_at > ?"
@@ -218,7 +220,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=4.8, help="end after so many, with what was measured")
     options = parser.parse_args()
     began, found, rows = time.monotonic(), defaultdict[str, dict[str, Worked]](dict), list[Row]()
-    with program.ended_after(60 * options.minutes), ExitStack() as stack:
+    with program.ended_after(60 * options.minutes + ENDING_S), ExitStack() as stack:
         model = _model(Path(stack.enter_context(TemporaryDirectory(prefix="skyrl-unlike-"))) / "model")
         flags = ("--base-model", str(model), "--served-model-name", MODEL)
         roots = program.builds(options.against, stack)
