@@ -62,7 +62,7 @@ class TimeIsUp(Exception):
 @dataclass
 class Worked:
     """Tenants at the same time: their steps, the seconds so far of steps that had not ended, the CPU seconds of vLLM
-    and trainer, and milliseconds of GETs."""
+    and trainer, milliseconds of GETs, and by tenant the most later passes that ended before one of its own."""
 
     steps: dict[str, list[Step]]
     unended_s: dict[str, float] = field(default_factory=dict)
