@@ -8,16 +8,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, MutableMapping
+from functools import partial
 from typing import Any, NoReturn
 
 from skyrl.api.bodies import SMALL_BYTES
 from skyrl.api.call import IncomingHeaders
 from skyrl.api.table import LONG_POLLS, HttpTable
 from skyrl.http.server import BufferedRequests, whole_answer
+from skyrl.runtime.processes.turns import Turns
 
 logger = logging.getLogger(__name__)
 
 SHORT_WAY = ("/api/v1/asample", "/api/v1/retrieve_future")
+POLLS_PER_TURN = 64
+"""How many long polls begin or are cut off in one turn of the event loop: some milliseconds. When a proxy restarts, all
+do at once, and heartbeats and samples should not wait behind them."""
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 _FAILED = b"Internal Server Error"
 _FAILED_HEADERS = ((b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(_FAILED)))
@@ -55,7 +60,20 @@ class DirectRequest:
         handler goes on, and its answer goes nowhere: what it records has been sent."""
         if (held := self.held) is not None:
             self.held = None
-            held.cancel()
+            self._connection.polls.add(held.cancel)
+
+    def begin(self, scope: dict[str, Any]) -> None:
+        """Give the request to the table in a task of its own."""
+        connection = self._connection
+        is_poll = scope["path"] in LONG_POLLS
+        if is_poll and self.disconnected:  # while others began
+            self._part()
+            return
+        task = connection.loop.create_task(self.run(connection.table, scope))
+        if is_poll:
+            self.held = task
+        connection.tasks.add(task)
+        task.add_done_callback(connection.tasks.discard)
 
     async def receive(self) -> NoReturn:
         """In the place of ASGI's `receive`."""
@@ -82,6 +100,13 @@ class DirectRequest:
         finally:
             del self.received, self.whole_body  # the connection keeps the request until the next one
             self.held = None
+            if self.disconnected:
+                self._part()
+
+    def _part(self) -> None:
+        """The connection is lost. Request and connection know each other, so only the garbage collector would free
+        both."""
+        self._connection.cycle = self._connection._running = None  # type: ignore[assignment]
 
     def _break_off(self) -> None:
         transport = self._connection.transport
@@ -110,7 +135,8 @@ class DirectHttp(BufferedRequests):
     """The API's side of a connection."""
 
     table: HttpTable
-    """Set once per process, on a subclass: see `protocol_with`."""
+    polls: Turns
+    """Both are set once per process, on a subclass: see `protocol_with`."""
     paths = {path.encode(): path for path in SHORT_WAY}
     received: IncomingHeaders
     """The headers of the request whose body is arriving."""
@@ -150,14 +176,13 @@ class DirectHttp(BufferedRequests):
         }
         self.headers = []  # for trailers, as in BoundedHttp
         self.cycle = self._running = request  # type: ignore[assignment]
-        task = self.loop.create_task(request.run(self.table, scope))
         if scope["path"] in LONG_POLLS:
-            request.held = task
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+            self.polls.add(partial(request.begin, scope))
+        else:
+            request.begin(scope)
         return True
 
 
 def protocol_with(table: HttpTable) -> type[DirectHttp]:
     """The class of connections for uvicorn."""
-    return type("ApiConnection", (DirectHttp,), {"table": table})
+    return type("ApiConnection", (DirectHttp,), {"table": table, "polls": Turns(POLLS_PER_TURN)})

@@ -18,7 +18,7 @@ from api_harness import Api, Serve, sample_body, scrape
 from fake_upstream import FakeUpstream, after, complete
 from router_world import PromptServer, until
 
-from skyrl.api import table
+from skyrl.api import direct_http, table
 from skyrl.api.app import create_app
 from skyrl.api.call import IncomingHeaders
 from skyrl.api.direct_http import DirectHttp, DirectRequest, protocol_with
@@ -316,6 +316,33 @@ async def test_a_poll_ends_when_its_client_goes_away_and_disturbs_nobody(front: 
     await until(lambda: not state.tasks)
     polls = {series: n for series, n in (await scrape(front.api)).items() if RETRIEVE.decode() in series}
     assert {series.split("status=")[1]: n for series, n in polls.items()} == {"gone}": 1.0, "2xx}": 1.0}
+
+
+@pytest.mark.parametrize("per_turn", [1, 64])
+async def test_polls_that_are_cut_off_together_leave_nothing(
+    api: Api, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch, per_turn: int
+) -> None:
+    """With one in a turn, many are cut off before they begin."""
+    monkeypatch.setattr(direct_http, "POLLS_PER_TURN", per_turn)
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    async with on_a_port(api, monkeypatch) as front:
+        waiting = json.loads((await front.one(post(ASAMPLE, await sample(front, 1)))).body)["request_id"]
+        state = front.server.server_state
+        with skyrl_garbage() as found:
+            for _ in range(2):
+                clients = [await front.connect() for _ in range(30)]
+                for client in clients:
+                    client.writer.write(post(RETRIEVE, polled(waiting)))
+                await until(lambda: front.short.count(RETRIEVE.decode()) % 30 == 0)
+                for client in clients:
+                    client.writer.transport.abort()
+                await until(lambda: len(state.connections) == 1)
+                await until(lambda: not state.tasks)
+        assert found.total() < 10, found
+        go.set()
+        answer = await front.one(post(RETRIEVE, polled(waiting), KEY + b"Accept: application/x-protobuf\r\n"))
+        assert answer.status == 200
 
 
 async def test_an_answer_waits_for_a_client_that_does_not_read(front: Front) -> None:
