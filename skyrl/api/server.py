@@ -51,8 +51,8 @@ QUOTAS_S = 2.0
 
 
 async def begin(services: Services) -> None:
-    """Prepare for the first request: read keys, quotas and the engine's state, listen to other processes, and forward
-    the samples that this process's predecessor left. Raises DatabaseError."""
+    """Prepare for the first request: read keys, quotas and the engine's state, listen to other processes, and adopt the
+    samples that this process's predecessor left. Raises DatabaseError."""
     await services.keys.refresh()
     await services.quotas.open()
     if services.access.managed and not len(services.keys):
@@ -68,6 +68,8 @@ async def run_background(services: Services) -> None:
     async with asyncio.TaskGroup() as group:
         for name, period_s, action in _repeated_work(services):
             group.create_task(repeat(name, period_s, action))
+        forward = services.ownership.forward_left
+        group.create_task(repeat("forwarding the samples of the process before", BEAT_S, forward, at_once=True))
         group.create_task(once("measuring the event loop", services.metrics.lag.run))
         group.create_task(once("talking to the other API processes", services.notifier.run))
 

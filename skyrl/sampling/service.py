@@ -18,7 +18,10 @@ stored first stays.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+from collections import deque
+from collections.abc import Iterable
 
 import msgspec
 from msgspec.structs import replace
@@ -31,6 +34,7 @@ from skyrl.sampling.base_model import BaseModels, BaseModelSampling, job_for
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.metrics import RefusalMetrics
 from skyrl.sampling.quotas import Quotas
+from skyrl.storage.db.database import in_groups
 from skyrl.storage.db.faults import DatabaseError
 from skyrl.storage.db.futures import Outcome
 from skyrl.storage.db.processes import ApiProcesses, PendingSample
@@ -209,16 +213,22 @@ class SampleService:
             raise NotFound(f"the session of {sampling_session_id!r} has ended", field=field)
         return sampler
 
-    async def adopt(self, sample: PendingSample) -> None:
-        """Forward a pending sample that another API process, or the predecessor of this one, has left. It fails if the
-        server has changed so that it cannot be forwarded any more."""
+    def adopt(self, sample: PendingSample) -> bool:
+        """This process settles a pending sample that another API process, or the predecessor of this one, has left.
+        Returns whether `forward_again` is to follow: False if this process settles it already."""
         session_id = sample.sampling_session_id
         sampling = None if session_id is None else (session_id, sample.sample_seq_id)
-        if not self._futures.adopt(sample.id, sample.tenant, sample.session_id, sample.digest, sampling):
+        return self._futures.adopt(sample.id, sample.tenant, sample.session_id, sample.digest, sampling)
+
+    async def forward_again(self, sample: PendingSample) -> None:
+        """Forward an adopted sample, unless it has ended or been left since. It fails if the server has changed so that
+        it cannot be forwarded any more."""
+        if not self._is_left(sample.id):
             return
         pictures = None
         try:
-            request = decode_sample_request(sample.body, None)
+            guessed = self.base_models.guess(sample.body, lambda name: self._cached_base_model(name, sample.tenant))
+            request = decode_sample_request(sample.body, None if guessed is None else guessed.limits().vocab_size)
             sampler, model = await self._resolve(request, sample.tenant)
             if not request.prompt.is_text:
                 pictures = await model.pictures.stored_sample(request, sample.tenant)
@@ -229,8 +239,15 @@ class SampleService:
         if model.client is None:
             await self._futures.settle(sample.id, NOT_FORWARDED)
             return
+        if not self._is_left(sample.id):  # any more
+            return
         entry = model.gate.enter_again(sample.tenant, len(sample.body), sample.id, sample.not_before)
         model.forwarded.start(job, sampler, entry)
+
+    def _is_left(self, request_id: str) -> bool:
+        """Whether this process has to forward a pending sample, and does not yet."""
+        is_own = self._futures.forwards(request_id) and self._futures.is_pending(request_id)
+        return is_own and self.base_models.with_sample(request_id) is None
 
     def cancel(self, request_ids: list[str]) -> None:
         """Stop forwarding these samples; vLLM stops computing them, too."""
@@ -287,6 +304,8 @@ def _job(
 
 BEAT_S = 2.0
 MISSES = 5
+AT_ONCE = 16
+"""How many samples that were left are forwarded in one turn of the event loop: some milliseconds."""
 
 
 class SampleOwnership:
@@ -305,13 +324,30 @@ class SampleOwnership:
         self._sampling = sampling
         self._beats: dict[str, tuple[float, int]] = {}
         """By process: the last heartbeat that was read, and the number of rounds for which it has not changed."""
+        self._left: deque[PendingSample] = deque()
+        """Adopted samples that are not forwarded yet."""
 
     async def start(self) -> None:
-        """Forward the samples of this process's predecessor, and samples that no process owns."""
+        """Adopt the samples of this process's predecessor, and samples that no process owns: then polls for them may
+        come. `forward_left` forwards them."""
         self._note_heartbeats(await self._processes.beat())
         if self._may_take:
             await self._processes.take_over({})
-        await self._reconcile()
+        self._left.extend(await self._unknown(await self._processes.own()))
+
+    async def forward_left(self) -> None:
+        """Forward the samples that were left, a few in each turn of the event loop: there may be thousands."""
+        for place in itertools.count(1):
+            if not self._left or self._sampling.stopping:
+                return
+            sample = self._left.popleft()
+            try:
+                await self._sampling.forward_again(sample)
+            except DatabaseError:
+                self._left.appendleft(sample)
+                raise
+            if place % AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     async def round(self) -> None:
         """Call every BEAT_S: writes this process's heartbeat, and takes over the samples of dead processes."""
@@ -351,19 +387,19 @@ class SampleOwnership:
         process owns in the database to that process."""
         forwarded = self._futures.forwarded()  # before the read: a sample recorded during the read is in the database
         owned = await self._processes.own()
-        await self._adopt([request_id for request_id in owned if not self._futures.forwards(request_id)])
+        self._left.extend(await self._unknown(owned))
         not_owned = [request_id for request_id in forwarded if request_id not in owned]
         if not_owned:
             ended = await self._futures.read_outcomes(not_owned)
             self._sampling.cancel(ended + self._futures.leave(not_owned))
+        await self.forward_left()
 
-    async def _adopt(self, request_ids: list[str]) -> None:
-        for sample in await self._processes.samples(request_ids) if request_ids else []:
-            try:
-                await self._sampling.adopt(sample)
-            except DatabaseError:
-                self._futures.leave([sample.id])  # the next round finds it again
-                raise
+    async def _unknown(self, owned: Iterable[str]) -> list[PendingSample]:
+        """The samples among `owned` that are not in memory; they are now."""
+        left: list[PendingSample] = []
+        for some in in_groups(request_id for request_id in owned if not self._futures.forwards(request_id)):
+            left += [sample for sample in await self._processes.samples(some) if self._sampling.adopt(sample)]
+        return left
 
     async def leave(self) -> None:
         """This process ends. Another process, or its next start, takes its pending samples over."""

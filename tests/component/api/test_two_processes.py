@@ -4,6 +4,7 @@ its end, and when a process counts as dead."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -278,7 +279,7 @@ def periodic_work(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any
     """The periodic work of a process, by name; the test calls it."""
     actions: dict[str, Callable[[], Any]] = {}
 
-    async def kept(name: str, _: float, action: Callable[[], Any]) -> None:
+    async def kept(name: str, _: float, action: Callable[[], Any], **_options: Any) -> None:
         actions[name] = action
 
     monkeypatch.setattr(skyrl.api.server, "repeat", kept)
@@ -302,6 +303,27 @@ async def test_a_single_process_on_sqlite_writes_no_heartbeats(
         before = beats()
         await periodic_work["looking after the other API processes"]()
         assert (beats() == before) is database.is_sqlite
+
+
+async def test_the_samples_of_the_process_before_are_forwarded_a_few_in_each_turn(
+    start: Start, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skyrl.sampling.service, "AT_ONCE", 8)
+    upstream.default = never
+    async with start("first") as first:
+        sampler = await first.sampler()
+        ids = [(await first.sample(sampler, number))["request_id"] for number in range(40)]
+    upstream.default = complete()
+    async with start("first") as again:
+        assert all(again.services.futures.forwards(request_id) for request_id in ids), "polls may come"
+        flying = [in_flight(again)]
+        while again.services.sampling.forwarded < 40:
+            await asyncio.sleep(0)
+            flying.append(again.services.sampling.forwarded + in_flight(again))
+        assert max(now - before for before, now in itertools.pairwise(flying)) <= 8
+        for request_id in ids:
+            assert tokens(await again.result(request_id)) == [[0, 1, 2]]
+    assert len(upstream.completions) == 80
 
 
 async def test_on_sqlite_the_samples_of_a_process_of_another_name_are_forwarded(
