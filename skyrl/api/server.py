@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -21,9 +22,10 @@ from skyrl.api.direct_http import protocol_with
 from skyrl.api.served import POLL_S
 from skyrl.api.services import Services
 from skyrl.api.signed_links import SignedUrls
-from skyrl.http.server import Server, tune_garbage_collection
+from skyrl.http.server import Server
 from skyrl.inference.features import inference_features
 from skyrl.runtime.metrics.files import publishing
+from skyrl.runtime.processes.garbage import collect_by_the_clock
 from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.sampling.service import BEAT_S
 from skyrl.storage.db.faults import DatabaseError, outage, reason
@@ -197,11 +199,12 @@ async def _drain(server: Server, services: Services) -> None:
 
 
 async def serve(runtime: Runtime) -> None:
+    gc.disable()  # the start makes many objects and no garbage; `collect_by_the_clock` goes on
     async with open_services(runtime) as services:
         app = create_app(services)
         app.prepare()
         server = Server(app, http=protocol_with(app))
-        tune_garbage_collection()
+        collect_by_the_clock()
         draining: list[asyncio.Task[None]] = []
 
         def drain_once() -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import resource
 from abc import ABC, abstractmethod
@@ -387,11 +386,6 @@ def whole_answer(status: int, headers: Iterable[tuple[bytes, bytes]], body: byte
     return b"".join(parts)
 
 
-YOUNG_OBJECTS = 200_000
-"""New objects between two garbage collections. A sample makes no cycles; with Python's default of 700 the collections
-take a tenth of its time. Those of 2,048 samples in flight are fewer than this."""
-
-
 class Server(uvicorn.Server):
     """Serves one ASGI application until `should_exit` is set. The caller handles signals: uvicorn's handlers would end
     the process before the caller has closed what it opened. `drain_s`: how long requests may go on after that.
@@ -418,10 +412,3 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
-
-
-def tune_garbage_collection() -> None:
-    """Exclude modules and services, which live until the end, from garbage collection."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 20, 20)

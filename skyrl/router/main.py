@@ -24,7 +24,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from skyrl.http.admin_key import AdminKey
-from skyrl.http.server import BoundedHttp, Server, tune_garbage_collection
+from skyrl.http.server import BoundedHttp, Server
 from skyrl.router.admin import AdminRoutes
 from skyrl.router.app import RouterApp, ToWorkers, is_own
 from skyrl.router.broadcast import Broadcasts
@@ -40,6 +40,7 @@ from skyrl.router.state_file import StateFile
 from skyrl.router.worker import fetch
 from skyrl.runtime.metrics.files import publishing
 from skyrl.runtime.metrics.process import LoopLag
+from skyrl.runtime.processes.garbage import collect_by_the_clock
 from skyrl.runtime.processes.ports import listen
 from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
 
@@ -197,7 +198,7 @@ async def _serve(options: RouterOptions) -> None:
     sockets = listen(options.host, options.port)
     async with open_router(options) as router:
         server = Server(router.app, date_header=False, drain_s=DRAIN_S, http=connection_class(router))
-        tune_garbage_collection()
+        collect_by_the_clock()
 
         def stop() -> None:
             server.should_exit = True

@@ -14,9 +14,10 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from skyrl.http.server import Server, tune_garbage_collection
+from skyrl.http.server import Server
 from skyrl.inference.sidecar.app import Sidecar, open_sidecar
 from skyrl.inference.sidecar.settings import SidecarSettings
+from skyrl.runtime.processes.garbage import collect_by_the_clock
 from skyrl.runtime.processes.ports import listen
 from skyrl.runtime.processes.runtime import SIDECAR_ENV, Runtime, run_process, set_up_process
 
@@ -31,7 +32,7 @@ async def serve(settings: SidecarSettings, around: Callable[[Any], Any] = lambda
     sockets = listen(settings.host, settings.port)
     async with open_sidecar(settings) as sidecar:
         server = Server(around(sidecar), date_header=False)
-        tune_garbage_collection()
+        collect_by_the_clock()
         draining: list[asyncio.Task[None]] = []
 
         def drain_once() -> None:
