@@ -18,7 +18,6 @@ stored first stays.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections import deque
 from collections.abc import Iterable
@@ -304,8 +303,6 @@ def _job(
 
 BEAT_S = 2.0
 MISSES = 5
-AT_ONCE = 16
-"""How many samples that were left are forwarded in one turn of the event loop: some milliseconds."""
 
 
 class SampleOwnership:
@@ -336,18 +333,16 @@ class SampleOwnership:
         self._left.extend(await self._unknown(await self._processes.own()))
 
     async def forward_left(self) -> None:
-        """Forward the samples that were left, a few in each turn of the event loop: there may be thousands."""
-        for place in itertools.count(1):
-            if not self._left or self._sampling.stopping:
-                return
+        """Forward the samples that were left, one in each turn of the event loop: there may be thousands, and in a turn
+        it accepts one connection."""
+        while self._left and not self._sampling.stopping:
             sample = self._left.popleft()
             try:
                 await self._sampling.forward_again(sample)
             except DatabaseError:
                 self._left.appendleft(sample)
                 raise
-            if place % AT_ONCE == 0:
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)
 
     async def round(self) -> None:
         """Call every BEAT_S: writes this process's heartbeat, and takes over the samples of dead processes."""

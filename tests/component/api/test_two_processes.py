@@ -305,25 +305,24 @@ async def test_a_single_process_on_sqlite_writes_no_heartbeats(
         assert (beats() == before) is database.is_sqlite
 
 
-async def test_the_samples_of_the_process_before_are_forwarded_a_few_in_each_turn(
-    start: Start, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+async def test_the_samples_of_the_process_before_are_forwarded_one_in_each_turn(
+    start: Start, upstream: FakeUpstream
 ) -> None:
-    monkeypatch.setattr(skyrl.sampling.service, "AT_ONCE", 8)
     upstream.default = never
-    async with start("first") as first:
-        sampler = await first.sampler()
-        ids = [(await first.sample(sampler, number))["request_id"] for number in range(40)]
-    upstream.default = complete()
-    async with start("first") as again:
-        assert all(again.services.futures.forwards(request_id) for request_id in ids), "polls may come"
-        flying = [in_flight(again)]
-        while again.services.sampling.forwarded < 40:
+    async with start("first") as api:
+        sampler = await api.sampler()
+        ids = [(await api.sample(sampler, number))["request_id"] for number in range(20)]
+    async with start("first") as api:
+        assert all(api.services.futures.forwards(request_id) for request_id in ids), "polls may come"
+        flying = [in_flight(api)]
+        while flying[-1] < 20:
             await asyncio.sleep(0)
-            flying.append(again.services.sampling.forwarded + in_flight(again))
-        assert max(now - before for before, now in itertools.pairwise(flying)) <= 8
+            flying.append(in_flight(api))
+        assert max(now - before for before, now in itertools.pairwise(flying)) == 1
+    upstream.default = complete()
+    async with start("first") as api:
         for request_id in ids:
-            assert tokens(await again.result(request_id)) == [[0, 1, 2]]
-    assert len(upstream.completions) == 80
+            assert tokens(await api.result(request_id)) == [[0, 1, 2]]
 
 
 async def test_on_sqlite_the_samples_of_a_process_of_another_name_are_forwarded(
