@@ -2,8 +2,8 @@
 
 Samples are submitted on at most 400 connections. Then each is polled for on a connection of its own, as from the SDK's
 own pool for polls: again at once after 408 and after 500 and above, after 1, 2, 4 s up to 30 s when the connection
-broke or after 429. Each session has a connection of its own, too, for a heartbeat every 10 s; a heartbeat counts from
-the moment when it was due. Beside that, samples that the upstream answers at once arrive by the clock."""
+broke or after 429. Beside that, samples that the upstream answers at once arrive by the clock, and heartbeats from a
+process of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 from benchmarks.connection import Connection
 from benchmarks.samples import HEADERS, LoadSpec, TinkerSamples
 
-BEAT_S = 10.0
 SUBMITTING = 400
 POLLS_PER_S = 1500
 LONGEST_WAIT_S = 30.0
@@ -61,8 +60,7 @@ class PollSpec:
 
 @dataclass
 class Phase:
-    """What happened in one phase. `late_s` says how late this program itself was. Heartbeats that began in the phase
-    and had no answer at its end are not in it."""
+    """What happened in one phase: the heartbeats that were answered in it, and how late they were sent."""
 
     name: str
     began: float = field(default_factory=time.perf_counter)
@@ -80,7 +78,6 @@ class Clients:
         self._samples = TinkerSamples(LoadSpec(spec.url, "tinker", spec.polls, 0.0))
         address = urlsplit(spec.url)
         self._host, self._port = address.hostname or "127.0.0.1", address.port or 80
-        self._sessions: list[tuple[Connection, bytes]] = []
         self.phase = Phase("open")
         self._away_until = 0.0
         self._submitted: dict[int, bytes] = {}
@@ -95,10 +92,6 @@ class Clients:
 
     async def open(self) -> None:
         await self._samples.open()
-        for _ in range(self._spec.sessions):
-            connection = self._samples.connect()
-            body = json.dumps({"session_id": await self._samples.new_session(connection), "type": "session_heartbeat"})
-            self._sessions.append((connection, body.encode()))
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
@@ -108,28 +101,14 @@ class Clients:
 
     # Beside the polls.
 
-    async def _beat(self, number: int, due: float) -> None:
-        phase, (connection, body) = self.phase, self._sessions[number]
-        phase.late_s.append(time.perf_counter() - due)
-        try:
-            async with asyncio.timeout(10):  # the SDK's
-                status, _ = await connection.post(b"/api/v1/session_heartbeat", body)
-            if status != 200:
-                phase.errors[f"heartbeat {status}"] += 1
-        except OSError as error:
-            phase.errors[f"heartbeat {type(error).__name__}"] += 1
-            connection.close()
-            self._sessions[number] = self._samples.connect(), body
-        phase.beats.append(time.perf_counter() - due)
-
-    async def beats(self) -> None:
-        """The heartbeats of all sessions, evenly over BEAT_S, until cancelled."""
-        begin, step = time.perf_counter(), BEAT_S / len(self._sessions)
-        for number in range(10**9):
-            due = begin + number * step
-            if (wait := due - time.perf_counter()) > 0:
-                await asyncio.sleep(wait)
-            self.spawn(self._beat(number % len(self._sessions), due))
+    async def beats(self, answered: asyncio.StreamReader) -> None:
+        """Note the heartbeats that `polls_beats` prints, until cancelled."""
+        while line := await answered.readline():
+            late_s, spent_s, problem = json.loads(line)
+            self.phase.late_s.append(late_s)
+            self.phase.beats.append(spent_s)
+            if problem is not None:
+                self.phase.errors[f"heartbeat {problem}"] += 1
 
     async def _sample(self) -> None:
         phase, began = self.phase, time.perf_counter()

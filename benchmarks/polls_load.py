@@ -69,9 +69,23 @@ class Phases:
         return (await self._control.post(f"{self._spec.upstream}/control?{query}")).raise_for_status().json()["waiting"]
 
     async def run(self) -> None:
-        clients, quick = self._clients, self._spec.quick
+        clients = self._clients
         await clients.open()
-        beats, arriving = clients.spawn(clients.beats()), clients.spawn(clients.arriving())
+        spec = json.dumps({"url": self._spec.url, "sessions": self._spec.sessions})
+        command = (sys.executable, "-m", "benchmarks.polls_beats", spec)
+        beating = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        assert beating.stdout
+        try:
+            await beating.stdout.readline()
+            clients.spawn(clients.beats(beating.stdout))
+            await self._all_phases(clients, quick=self._spec.quick)
+        finally:
+            beating.kill()
+            await beating.wait()
+            await self._control.aclose()
+
+    async def _all_phases(self, clients: Clients, *, quick: bool) -> None:
+        arriving = clients.spawn(clients.arriving())
         async with self._in_phase("no polls"):
             await asyncio.sleep(QUICK_S)
         arriving.cancel()
@@ -101,8 +115,6 @@ class Phases:
             await self._upstream("delay_ms=0&release")
             more["answered_s"] = await clients.all_answered(ANSWERED_S)
             more["lost"] = clients.lost
-        beats.cancel()
-        await self._control.aclose()
 
     async def _all_held_back(self) -> None:
         """Wait until the upstream has all samples, then let it answer others at once."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import gc
 
-YOUNG_S = 0.05
+YOUNG_S = 0.1
 """Seconds between two passes over the new objects. The event loop makes at most about 20,000 that stay in this time,
 which takes some milliseconds; an idle process pays some microseconds."""
 ALL_S = 600.0
