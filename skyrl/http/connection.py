@@ -261,6 +261,8 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_IDLE_S = 4.0
 """How long an unused connection is kept. uvicorn, the web server of vLLM and SGLang, closes an unused connection after
 5 s; a request sent in that moment would be lost."""
+SWEPT_PER_TURN = 100
+"""How many of them are closed in one turn of the event loop: after a burst of answers there are thousands."""
 REFRESH_S = 2.0
 """A connection that was unused for so long is given before the most recently used one. With 2,048 samples in flight,
 peaks need more connections than the time between them: without this, up to one connection for ten samples was closed
@@ -326,18 +328,16 @@ class Pool:
             self._sweeper = loop.call_later(MAX_IDLE_S, self._sweep)
 
     def _sweep(self) -> None:
-        """Runs again while any connection is kept."""
+        """Close what was unused for too long, a few connections in a turn. Runs again while any connection is kept."""
         loop = asyncio.get_running_loop()
-        too_old = loop.time() - MAX_IDLE_S
+        left, too_old = SWEPT_PER_TURN, loop.time() - MAX_IDLE_S
         for origin, idle in list(self._idle.items()):
-            kept = deque(each for each in idle if each.reusable and each.idle_since > too_old)
-            for connection in set(idle).difference(kept):
-                connection.abort()
-            if kept:
-                self._idle[origin] = kept
-            else:
+            while idle and left and (idle[0].idle_since <= too_old or not idle[0].reusable):
+                idle.popleft().abort()
+                left -= 1
+            if not idle:
                 del self._idle[origin]
-        self._sweeper = loop.call_later(MAX_IDLE_S, self._sweep) if self._idle else None
+        self._sweeper = loop.call_later(MAX_IDLE_S if left else 0, self._sweep) if self._idle else None
 
     def close(self) -> None:
         """Close all of them, and each that is given back later."""

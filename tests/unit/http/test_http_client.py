@@ -431,6 +431,21 @@ async def test_connections_that_a_peak_needed_stay_open_while_there_is_traffic()
     kept.close()
 
 
+@pytest.mark.usefixtures("short")
+async def test_after_a_burst_a_few_unused_connections_are_closed_in_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "SWEPT_PER_TURN", 2)
+    clock, kept = LoopClock(), Pool()
+    unused = [Unused() for _ in range(5)]
+    for connection in unused:
+        kept.give_back(SERVER, connection)
+    clock.advance(2_001.0)
+    closed = [0]
+    while closed[-1] < 5:
+        await asyncio.sleep(0)
+        closed.append(sum(connection.closed for connection in unused))
+    assert sorted({*closed}) == [0, 2, 4, 5]
+
+
 async def test_a_connection_breaks_when_its_servers_machine_is_gone_without_a_word() -> None:
     """Else a request would wait for its answer until its deadline."""
     async with serving(Server(OK)) as server:
