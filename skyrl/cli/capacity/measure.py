@@ -186,10 +186,11 @@ class Course:
 
     def _sampling(self, what: str, *, rests: int) -> bool:
         """Sample from all tenants who have a version, while nobody trains. Whether the trainer is at rest then: only
-        where the time is enough to wait for that so many times, and to train in the windows that follow."""
-        training_s = 2 * (4 * SHORTEST_S + 2 * self._row_s * self._load.trained)
+        where the time is enough to wait for that so many times, and for the training that follows."""
+        left_s = (1 - PASS_SHARE if self._passed is None else 1) * self._clock.left_s
+        training_s = 2 * (SHORTEST_S + self._row_s * self._load.trained)
         settles = self._memory.settles
-        enough = settles and self._clock.left_s > rests * SETTLE_S + training_s
+        enough = settles and rests > 0 and left_s > rests * SETTLE_S + training_s
         self._window(what, samplers=self._load.samples, seconds=SETTLE_S if enough else None)
         return enough or not settles
 
@@ -232,8 +233,8 @@ class Course:
                 tenant.step_of(self._sequences(tenant, 16))
                 tenant.train(self._sequences(tenant, 16))
         self._sample_all(added)
-        rests = self._sampling(f"sampling, {len(self._tenants)} adapters", rests=1)
-        if self._resting is None or not rests:
+        what = f"sampling, {len(self._tenants)} adapters"
+        if not self._sampling(what, rests=0 if self._resting is None else 1) or self._resting is None:
             raise OutOfTime("too little for a trainer at rest")
         self._of_adapter = max(0.0, self._memory.used()[TRAINER] - self._resting) / len(added) or None
 
