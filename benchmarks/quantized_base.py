@@ -25,6 +25,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import program
 from benchmarks.models import make_large, make_quarter
@@ -178,7 +179,7 @@ def sampled(path: str, texts: str) -> dict[str, Any]:
 
 def _in_process(function: Callable[..., Row], *arguments: str) -> Row:
     """What the function returns in a new process, whose peak of memory is its own."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), disable_progress_bar) as pool:
         return pool.submit(function, *arguments).result()
 
 
