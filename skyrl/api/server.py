@@ -119,9 +119,8 @@ async def _look_after_others(services: Services) -> None:
 
 async def _meter_storage(services: Services) -> None:
     now = time.time()
-    metered = await services.database.read_async(lambda connection: metered_storage(connection, now))
-    if metered is not None:
-        await services.writer.transact(lambda connection: add_storage(connection, metered))
+    while (metered := await services.database.read_async(lambda c: metered_storage(c, now))) is not None:
+        await services.writer.transact(partial(add_storage, metered=metered))
 
 
 DRAIN_S = 10.0

@@ -45,8 +45,9 @@ MAX_CHECKPOINTS = 100
 MAX_AGENT_SESSIONS = 100
 MAX_NAMES = 200
 """Runs beside the newest whose names are looked up for checkpoints and usage; others are shown with their ids."""
-USAGE_DAYS = 7
-"""Days of usage in the state of a tenant and of a run."""
+USAGE_DAYS, MAX_USAGE = 7, 1_000
+"""Days of usage in the state of a tenant and of a run, and the most lines in that of a tenant: the newest. A tenant may
+have thousands of runs in a week."""
 MAX_DAYS = 366
 USAGE_COLUMNS = [field.name for field in fields(UsageLine) if field.name != "tenant"]
 
@@ -72,7 +73,7 @@ class Overview:
                 self._services.healths.of(connection, newest),
                 rows.open_samplers(connection, self._tenant, MAX_SAMPLER_GROUPS),
                 rows.pending_of(connection, self._tenant, MAX_PENDING, by_base_model=several),
-                report(connection, *last_days(USAGE_DAYS), tenant=self._tenant),
+                report(connection, *last_days(USAGE_DAYS), tenant=self._tenant)[-MAX_USAGE:],
             )
 
         found = await self._services.database.read_async(read)

@@ -18,7 +18,7 @@ from skyrl.api.call import Call
 from skyrl.api.routing import Routes
 from skyrl.api.services import Services
 from skyrl.api.ui.overview import MAX_DAYS, USAGE_COLUMNS, Overview
-from skyrl.api.ui.server_view import server_view
+from skyrl.api.ui.server_view import ServerView
 from skyrl.api.ui.usage_csv import as_csv
 from skyrl.base.wire.errors import NotFound
 
@@ -40,7 +40,7 @@ _encode = msgspec.json.Encoder().encode
 
 def page_routes(services: Services) -> Routes:
     routes = Routes("status page", prefix="")
-
+    server_view = ServerView(services)
     contents = _files()
 
     def file_answer(name: str) -> Response:
@@ -95,7 +95,7 @@ def page_routes(services: Services) -> Routes:
     @routes.get("/ui/api/box", scope="admin")
     async def server(call: Call) -> Response:
         """Parts, queues, adapters and disk of the server: counts alone."""
-        return _unless_unchanged(call, await server_view(services, call.caller))
+        return _unless_unchanged(call, await server_view.shown_to(call.caller))
 
     return routes
 

@@ -7,6 +7,7 @@ API process gives the same answer.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import shutil
 import time
@@ -22,7 +23,7 @@ from skyrl.api.ui.overview import Overview
 from skyrl.base.types.activity import EngineActivity, WaitsFor
 from skyrl.runtime.metrics.files import MetricsDirectory
 from skyrl.storage.db import processes as api_processes
-from skyrl.storage.db.quotas import sizes
+from skyrl.storage.db.quotas import servable
 from skyrl.storage.db.runs import pending_by_kind
 
 _VLLM_NAMES = {
@@ -33,45 +34,58 @@ _VLLM_NAMES = {
 _VLLM = re.compile(rf'^vllm:({"|".join(_VLLM_NAMES)})\{{.*?replica="(\d+)".*?\}} (\S+)$', re.M)
 
 
-async def server_view(services: Services, caller: Caller) -> dict[str, Any]:
-    """Times are in seconds since the epoch, `_s` are seconds. Holds no ages, so that an unchanged box stays equal.
+COUNT_S = 10.0
+"""How long the number of servable adapters is kept, because counting reads all open sampling sessions. The metric of
+the same name is counted as often."""
 
-    What belongs to a base model is in `base_models` if there are several, each with its name first."""
-    served = services.served
 
-    def read(connection: Any) -> tuple[dict[str, int], list[tuple[str, float, float]], list[int]]:
-        now = time.time()
-        return (
-            pending_by_kind(connection),
-            api_processes.heartbeats(connection),
-            [sizes(connection, now, model.config.role.own).adapters for model in served],
+class ServerView:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._servable, self._counted_at = list[int](), -math.inf
+        """By base model, and when they were counted (monotonic seconds)."""
+
+    async def shown_to(self, caller: Caller) -> dict[str, Any]:
+        """Times are in seconds since the epoch, `_s` are seconds. Holds no ages, so that an unchanged box stays equal.
+
+        What belongs to a base model is in `base_models` if there are several, each with its name first."""
+        services = self._services
+        served = services.served
+        server = await Overview(services, caller).server()
+        pending, processes = await services.database.read_async(
+            lambda c: (pending_by_kind(c), api_processes.heartbeats(c))
         )
+        parts = [
+            _base_model(model, number, await asyncio.to_thread(_vllm, services.published_metrics, model))
+            for model, number in zip(served, await self._count_servable(), strict=True)
+        ]
+        names = server.get("base_models", [])
+        used = shutil.disk_usage(services.config.state_dir)
+        several = {"base_models": [name | part for name, part in zip(names, parts, strict=True)]} if names else parts[0]
+        return {
+            "server": server,
+            **several,
+            "api_processes": [
+                # A process that is alone on its database may write no heartbeats.
+                {"id": name, "started_at": started_at, "heartbeat_at": heartbeat_at if len(processes) > 1 else None}
+                for name, started_at, heartbeat_at in processes
+            ],
+            "pending": pending,
+            "quotas": services.quotas.counts(),
+            "disk": {"free_bytes": used.free, "total_bytes": used.total},
+            "database_bytes": await asyncio.to_thread(services.database.size),
+        }
 
-    server = await Overview(services, caller).server()
-    pending, processes, servable = await services.database.read_async(read)
-    parts = [
-        _base_model(model, number, await asyncio.to_thread(_vllm, services.published_metrics, model))
-        for model, number in zip(served, servable, strict=True)
-    ]
-    names = server.get("base_models", [])
-    used = shutil.disk_usage(services.config.state_dir)
-    return {
-        "server": server,
-        **({"base_models": [name | part for name, part in zip(names, parts, strict=True)]} if names else parts[0]),
-        "api_processes": [
-            # A process that is alone on its database may write no heartbeats.
-            {"id": name, "started_at": started_at, "heartbeat_at": heartbeat_at if len(processes) > 1 else None}
-            for name, started_at, heartbeat_at in processes
-        ],
-        "pending": pending,
-        "quotas": services.quotas.counts(),
-        "disk": {"free_bytes": used.free, "total_bytes": used.total},
-        "database_bytes": await asyncio.to_thread(services.database.size),
-    }
+    async def _count_servable(self) -> list[int]:
+        if (now := time.monotonic()) >= self._counted_at + COUNT_S:
+            scopes = [model.config.role.own for model in self._services.served]
+            self._servable = await self._services.database.read_async(lambda c: [servable(c, own) for own in scopes])
+            self._counted_at = now
+        return self._servable
 
 
-def _base_model(model: ServedModel, servable: int, vllm: list[dict[str, float]]) -> dict[str, Any]:
-    """The parts of one base model. `servable` is how many of its adapters can be sampled from."""
+def _base_model(model: ServedModel, adapters: int, vllm: list[dict[str, float]]) -> dict[str, Any]:
+    """The parts of one base model. `adapters` is how many of them can be sampled from."""
     state, activity = model.watch.state, model.watch.activity
     return {
         "trainer": _trainer(model),
@@ -81,7 +95,7 @@ def _base_model(model: ServedModel, servable: int, vllm: list[dict[str, float]])
             "away_since": activity.inference_away_since,
         },
         "models": _models(activity),
-        "adapters": {"servable": servable, "places": model.sampling.places},
+        "adapters": {"servable": adapters, "places": model.sampling.places},
         "vllm": vllm,
     }
 

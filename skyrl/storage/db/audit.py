@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,15 @@ def record(connection: Connection, tenant: str, event: str, **details: Any) -> N
     `event` is `<resource>_<action>` (`checkpoint_created`). `details` are JSON values. An event on a checkpoint has
     `tinker_path` and `model_id` among them.
     """
-    values = {"at": time.time(), "tenant": tenant, "event": event, "details": details}
-    connection.execute(insert(audit_events), values)
+    record_all(connection, event, [(tenant, details)])
+
+
+def record_all(connection: Connection, event: str, each: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """As `record`, for many things at once: the tenant and the details of each. Sent to the database together."""
+    now = time.time()
+    rows = [{"at": now, "tenant": tenant, "event": event, "details": details} for tenant, details in each]
+    if rows:
+        connection.execute(insert(audit_events), rows)
 
 
 class Audit:

@@ -5,6 +5,7 @@ A copy of a checkpoint belongs to a model that is not in training. Its session m
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -51,8 +52,10 @@ def _at(path: TinkerPath) -> ColumnElement[bool]:
     )
 
 
-def _live() -> ColumnElement[bool]:
-    return or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > time.time())
+def live() -> ColumnElement[bool]:
+    """The condition that a checkpoint has not expired. It is no range of the index of `expires_at`, because nearly all
+    checkpoints are live: SQLite would read them all by that index."""
+    return func.coalesce(checkpoints.c.expires_at, math.inf) > time.time()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +102,18 @@ class Seen:
     kinds: tuple[CheckpointKind, ...] = KINDS
 
     def by(self, tenant: str) -> ColumnElement[bool]:
-        return or_(*self.parts(tenant))
+        """The condition for a query by models. No index of tenants serves it: a tenant has more checkpoints than these
+        models have, and SQLite does not know that."""
+        mine = func.coalesce(checkpoints.c.tenant, "") == tenant
+        visible = or_(mine, checkpoints.c.public) if self.published else mine
+        return and_(visible, checkpoints.c.kind.in_(self.kinds), live())
 
     def parts(self, tenant: str) -> list[ColumnElement[bool]]:
         """Conditions that exclude each other: own ones, and published ones of others. Each has an index in the order
         of creation; both together have none."""
         mine = checkpoints.c.tenant == tenant
         whose = [mine, checkpoints.c.public.is_(True) & (checkpoints.c.tenant != tenant)] if self.published else [mine]
-        return [and_(part, checkpoints.c.kind.in_(self.kinds), _live()) for part in whose]
+        return [and_(part, checkpoints.c.kind.in_(self.kinds), live()) for part in whose]
 
 
 def _first(connection: Connection, query: Select[Any]) -> Checkpoint | None:
@@ -121,7 +128,7 @@ def _all(connection: Connection, query: Select[Any]) -> list[Checkpoint]:
 def find_checkpoint(connection: Connection, path: TinkerPath, tenant: str) -> Checkpoint | None:
     """The checkpoint, if it is the tenant's own or public, and has not expired."""
     visible = or_(checkpoints.c.tenant == tenant, checkpoints.c.public)
-    return _first(connection, select(checkpoints).where(_at(path), visible, _live()))
+    return _first(connection, select(checkpoints).where(_at(path), visible, live()))
 
 
 def stored_at(connection: Connection, path: TinkerPath) -> Checkpoint | None:
@@ -160,9 +167,8 @@ def pop_expired(
     expired = select(checkpoints).where(checkpoints.c.expires_at <= now, in_scope(checkpoints.c.base_model, scope))
     rows = list(connection.execute(expired.limit(limit)))
     gone = [checkpoint_of(row) for row in rows]
-    for checkpoint in gone:
-        path = checkpoint.path
-        audit.record(connection, checkpoint.tenant, "checkpoint_expired", tinker_path=str(path), model_id=path.model_id)
+    events = [(one.tenant, {"tinker_path": str(one.path), "model_id": one.path.model_id}) for one in gone]
+    audit.record_all(connection, "checkpoint_expired", events)
     if rows:
         connection.execute(delete(checkpoints).where(checkpoints.c.id.in_([row.id for row in rows])))
     return gone
@@ -205,7 +211,7 @@ class Checkpoints:
     async def live(self, path: TinkerPath) -> Checkpoint | None:
         """The checkpoint if it has not expired, whichever tenant's it is. For callers who prove in another way that
         they may read it."""
-        query = select(checkpoints).where(_at(path), _live())
+        query = select(checkpoints).where(_at(path), live())
         return await self._database.read_async(lambda c: _first(c, query))
 
     async def store_key_of(self, weights: WeightsRef) -> str | None:
@@ -251,12 +257,12 @@ class Checkpoints:
 
     async def change(self, path: TinkerPath, tenant: str, event: str, details: dict[str, Any], **values: Any) -> bool:
         """Update columns (public, expires_at); False if the tenant has no such checkpoint."""
-        statement = update(checkpoints).where(_at(path), checkpoints.c.tenant == tenant, _live()).values(**values)
+        statement = update(checkpoints).where(_at(path), checkpoints.c.tenant == tenant, live()).values(**values)
         return await self._transact(statement, path, tenant, event, details)
 
     async def delete(self, path: TinkerPath, tenant: str) -> bool:
         """Clients no longer find it; the engine deletes the files later. False if the tenant has no such checkpoint."""
-        statement = delete(checkpoints).where(_at(path), checkpoints.c.tenant == tenant, _live())
+        statement = delete(checkpoints).where(_at(path), checkpoints.c.tenant == tenant, live())
         return await self._transact(statement, path, tenant, "checkpoint_deleted", {})
 
     async def _transact(

@@ -25,6 +25,7 @@ from skyrl.storage.db.tables import ModelRow, SamplingSessionRow
 from skyrl.storage.db.writer import GroupCommitWriter
 
 models = ModelRow.__table__  # type: ignore[attr-defined]
+NEWEST_FIRST = models.c.created_at.desc(), models.c.id.desc()
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
 
 _HEADER = (
@@ -332,7 +333,7 @@ class Models:
         if project_id is not None:
             of_project = select(sessions.c.id).where(sessions.c.tenant == tenant, in_project(project_id))
             wanted &= models.c.session_id.in_(of_project)
-        query = select(models).where(wanted).order_by(models.c.created_at.desc()).limit(limit).offset(offset)
+        query = select(models).where(wanted).order_by(*NEWEST_FIRST).limit(limit).offset(offset)
         count = select(func.count()).select_from(models).where(wanted)
         return await self._database.read_async(
             lambda c: ([_record(row) for row in c.execute(query)], c.execute(count).scalar_one())

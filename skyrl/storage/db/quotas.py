@@ -14,7 +14,7 @@ from skyrl.base.types.requests import SAMPLES
 from skyrl.base.types.weights import EVERYTHING, Scope
 from skyrl.base.wire.paths import TinkerPath
 from skyrl.storage.db.adapter_versions import OPEN_ADAPTER, unsaved_bytes
-from skyrl.storage.db.checkpoints import checkpoints
+from skyrl.storage.db.checkpoints import checkpoints, live
 from skyrl.storage.db.models import LIVING, models
 from skyrl.storage.db.samplers import samplers
 from skyrl.storage.db.scopes import in_scope
@@ -75,14 +75,10 @@ def living_samplers(connection: Connection, tenant: str) -> int:
     return connection.execute(query).scalar_one()
 
 
-def _live(now: float) -> ColumnElement[bool]:
-    return or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > now)
-
-
 def stored_bytes(connection: Connection, tenant: str, besides: TinkerPath | None = None) -> int:
     """Bytes of a tenant's live checkpoints, of adapters that its sampling sessions need and no checkpoint has, and of
     unfinished uploads as they were announced. Leaves out the checkpoint `besides`."""
-    query = select(func.sum(checkpoints.c.size_bytes)).where(checkpoints.c.tenant == tenant, _live(time.time()))
+    query = select(func.sum(checkpoints.c.size_bytes)).where(checkpoints.c.tenant == tenant, live())
     if besides is not None:
         query = query.where(
             or_(
@@ -148,7 +144,7 @@ def held(connection: Connection) -> dict[str, Held]:
     for tenant, count in _by_tenant(connection, models, func.count(), living).items():
         amounts.setdefault(tenant, Held()).models = count
     size = func.sum(checkpoints.c.size_bytes)
-    for tenant, total in _by_tenant(connection, checkpoints, size, _live(time.time())).items():
+    for tenant, total in _by_tenant(connection, checkpoints, size, live()).items():
         amounts.setdefault(tenant, Held()).stored_bytes = int(total)
     for tenant, total in unsaved_bytes(connection).items():
         amounts.setdefault(tenant, Held()).stored_bytes += total
@@ -180,6 +176,12 @@ class Sizes:
     adapters: int
 
 
+def servable(connection: Connection, scope: Scope = EVERYTHING) -> int:
+    """How many versions of adapters open sampling sessions need. Reads all of these, so it is not for each request."""
+    versions = func.count(samplers.c.weights.distinct())
+    return connection.execute(select(versions).where(OPEN_ADAPTER, in_scope(samplers.c.base_model, scope))).scalar_one()
+
+
 def sizes(connection: Connection, now: float, scope: Scope = EVERYTHING) -> Sizes:
     """The models and adapters are those in the scope."""
     training = models.c.status.in_(LIVING)
@@ -187,7 +189,5 @@ def sizes(connection: Connection, now: float, scope: Scope = EVERYTHING) -> Size
     active = sessions.c.status == "active"
     open_sessions = select(func.count()).select_from(sessions).where(active)
     tenants = select(func.count(sessions.c.tenant.distinct())).where(active, sessions.c.heartbeat_at > now - ACTIVE_S)
-    versions = select(func.count(samplers.c.weights.distinct())).where(
-        OPEN_ADAPTER, in_scope(samplers.c.base_model, scope)
-    )
-    return Sizes(*(connection.execute(query).scalar_one() for query in (living, open_sessions, tenants, versions)))
+    numbers = [connection.execute(query).scalar_one() for query in (living, open_sessions, tenants)]
+    return Sizes(*numbers, servable(connection, scope))

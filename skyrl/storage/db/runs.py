@@ -104,7 +104,7 @@ _RUN = (
         sessions.c.heartbeat_at,
     )
     .join(sessions, sessions.c.id == models.c.session_id)
-    .order_by(models.c.last_request_at.desc(), models.c.id)
+    .order_by(models.c.last_request_at.desc(), models.c.id.desc())
 )
 
 

@@ -6,20 +6,17 @@ because SQLite and PostgreSQL read JSON in different ways. SQL compares all othe
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, false, func, or_, select
 
+from skyrl.storage.db.checkpoints import checkpoints, live
 from skyrl.storage.db.columns import record_of
 from skyrl.storage.db.database import Database
-from skyrl.storage.db.sessions import in_project, sessions
-from skyrl.storage.db.tables import CheckpointRow, ModelRow
-
-_models = ModelRow.__table__  # type: ignore[attr-defined]
-_checkpoints = CheckpointRow.__table__  # type: ignore[attr-defined]
+from skyrl.storage.db.models import models
+from skyrl.storage.db.sessions import NEWEST_FIRST, in_project, sessions
 
 _MICROSECOND = 1e-6
 MOST_COMPARED = 10_000
@@ -112,14 +109,13 @@ def _candidates(connection: Connection, tenant: str, query: SessionQuery) -> Ite
         wanted.append(sessions.c.id == query.session_id)
     if query.after is not None:
         wanted.append(sessions.c.created_at <= query.after[0] / 1e6 + _MICROSECOND)
-    # Sorted without their metadata: the database sorts in memory, and 100,000 sessions may have 1.6 GB of it.
-    order = sessions.c.created_at.desc(), sessions.c.id.desc()
-    keys = connection.execute(select(sessions.c.id, sessions.c.created_at).where(*wanted).order_by(*order)).all()
-    ids = [key.id for key in keys if query.after is None or (_microseconds(key), key.id) < query.after]
-    for start in range(0, len(ids), READ_TOGETHER):
-        some = ids[start : start + READ_TOGETHER]
-        rows = {row.id: row for row in connection.execute(select(sessions).where(sessions.c.id.in_(some)))}
-        yield from (rows[session_id] for session_id in some)
+    # Without their metadata: if the database sorts after all, 100,000 sessions may have 1.6 GB of it.
+    statement = select(sessions.c.id, sessions.c.created_at).where(*wanted).order_by(*NEWEST_FIRST)
+    with connection.execute(statement, execution_options={"yield_per": READ_TOGETHER}) as keys:
+        for some in keys.partitions():
+            ids = [key.id for key in some if query.after is None or (_microseconds(key), key.id) < query.after]
+            rows = {row.id: row for row in connection.execute(select(sessions).where(sessions.c.id.in_(ids)))}
+            yield from (rows[session_id] for session_id in ids)
 
 
 def _has(status: Status) -> ColumnElement[bool]:
@@ -143,12 +139,11 @@ def _matches(row: Any, query: SessionQuery) -> bool:
 def _with_checkpoints(connection: Connection, rows: list[Any]) -> list[FoundSession]:
     if not rows:
         return []
-    live = or_(_checkpoints.c.expires_at.is_(None), _checkpoints.c.expires_at > time.time())
     counts = (
-        select(_models.c.session_id, func.count().label("n"), func.sum(_checkpoints.c.size_bytes).label("size"))
-        .join(_checkpoints, _checkpoints.c.model_id == _models.c.id)
-        .where(_models.c.session_id.in_([row.id for row in rows]), live)
-        .group_by(_models.c.session_id)
+        select(models.c.session_id, func.count().label("n"), func.sum(checkpoints.c.size_bytes).label("size"))
+        .join(checkpoints, checkpoints.c.model_id == models.c.id)
+        .where(models.c.session_id.in_([row.id for row in rows]), live())
+        .group_by(models.c.session_id)
     )
     held = {row.session_id: (row.n, int(row.size)) for row in connection.execute(counts)}
     found: list[FoundSession] = []

@@ -88,6 +88,9 @@ sessions = SessionRow.__table__  # type: ignore[attr-defined]
 models = ModelRow.__table__  # type: ignore[attr-defined]
 samplers = SamplingSessionRow.__table__  # type: ignore[attr-defined]
 
+NEWEST_FIRST = sessions.c.created_at.desc(), sessions.c.id.desc()
+"""The order of an index, as in lists of checkpoints and of models."""
+
 DEFAULT_PROJECT = "default"
 """The project of sessions that were not put into a project."""
 
@@ -350,7 +353,7 @@ class Sessions:
 
     async def list_ids(self, tenant: str, limit: int, offset: int) -> list[str]:
         """Ids of a tenant's sessions, newest first."""
-        query = select(sessions.c.id).where(sessions.c.tenant == tenant).order_by(sessions.c.created_at.desc())
+        query = select(sessions.c.id).where(sessions.c.tenant == tenant).order_by(*NEWEST_FIRST)
         return await self._database.read_async(
             lambda c: [row.id for row in c.execute(query.limit(limit).offset(offset))]
         )

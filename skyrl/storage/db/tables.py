@@ -37,9 +37,12 @@ class SessionRow(SQLModel, table=True):
     """A session of one client process. `status` is active, finished or expired. The tenant chooses `project_id`."""
 
     __tablename__ = "sessions"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = (Index("ix_sessions_active_tenant", "tenant", sqlite_where=_ACTIVE, postgresql_where=_ACTIVE),)
+    __table_args__ = (
+        Index("ix_sessions_tenant_created_at", "tenant", "created_at", "id"),
+        Index("ix_sessions_active_tenant", "tenant", sqlite_where=_ACTIVE, postgresql_where=_ACTIVE),
+    )
     id: str = Field(primary_key=True)
-    tenant: str = Field(index=True)
+    tenant: str
     status: str = Field(index=True)
     created_at: float
     heartbeat_at: float
@@ -60,7 +63,10 @@ class ModelRow(SQLModel, table=True):
     save has taken where versions go to the checkpoint store; there a save takes its number before it writes files."""
 
     __tablename__ = "models"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = (Index("ix_models_tenant_created_at", "tenant", "created_at"),)
+    __table_args__ = (
+        Index("ix_models_tenant_created_at", "tenant", "created_at", "id"),
+        Index("ix_models_tenant_last_request_at", "tenant", "last_request_at", "id"),
+    )
     id: str = Field(primary_key=True)
     session_id: str = Field(index=True, foreign_key="sessions.id")
     tenant: str
@@ -203,11 +209,15 @@ class CheckpointRow(SQLModel, table=True):
     __tablename__ = "checkpoints"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
         UniqueConstraint("model_id", "kind", "name"),
-        Index("ix_checkpoints_tenant_created_at", "tenant", "created_at", "id"),
+        Index("ix_checkpoints_tenant_created_at", "tenant", "created_at", "id", "kind", "expires_at"),
         Index(
             "ix_checkpoints_public",
             "created_at",
             "id",
+            "tenant",
+            "kind",
+            "expires_at",
+            "public",
             sqlite_where=text("public IS 1"),
             postgresql_where=text("public IS true"),
         ),

@@ -151,8 +151,10 @@ class Metered:
 
 
 def metered_storage(connection: Connection, now: float) -> Metered | None:
-    """The storage since the last call of `add_storage` until `now`. None if somebody set the clock back. Time in which
-    no server runs counts, too. Reads all checkpoints: call it in a read transaction.
+    """The storage since the last call of `add_storage` until `now`, or an hour of it: call both again until this
+    returns None, for which it also suffices that somebody set the clock back. Time in which no server runs counts, too:
+    by the hour, so that no transaction has more than two rows of a tenant and base model. Reads all checkpoints: call
+    it in a read transaction.
 
     A checkpoint that is deleted between two calls is counted until the earlier call.
     """
@@ -161,6 +163,7 @@ def metered_storage(connection: Connection, now: float) -> Metered | None:
         return Metered(None, now, {})
     if now <= since:
         return None
+    now = min(now, since + HOUR_S)
     created, expires = _checkpoints.c.created_at, _checkpoints.c.expires_at
     # Most checkpoints live through the whole time: the database adds them up, a row for each tenant and base model.
     group = (

@@ -28,7 +28,7 @@ from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import Models
 from skyrl.storage.db.retention import Retention
 from skyrl.storage.db.session_ends import end_sessions
-from skyrl.storage.db.session_search import SessionQuery, SessionSearch
+from skyrl.storage.db.session_search import SessionQuery, SessionSearch, Status
 from skyrl.storage.db.sessions import Sessions, sessions
 from skyrl.storage.db.writer import GroupCommitWriter
 from tests.postgres_server import ON_BOTH
@@ -71,19 +71,25 @@ def sent(database: Database) -> Iterator[Sent]:
         event.remove(engine, "before_cursor_execute", note)
 
 
-def whole_reads(database: Database, sent: Sent) -> list[str]:
-    """The steps of the plans of these statements that read a whole large table. PostgreSQL reads small tables whole in
-    any case, so it is told not to where there is another way."""
+def plans(database: Database, sent: Sent) -> list[str]:
+    """The steps of the plans of these statements. PostgreSQL reads small tables whole in any case, and sorts what is
+    little, so it is told not to where there is another way."""
     wanted = [each for each in sent if each[0].startswith(("SELECT", "UPDATE", "DELETE")) and "pg_" not in each[0]]
     assert wanted
 
     def ask(connection: Connection) -> list[str]:
         if not database.is_sqlite:
-            connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
+            for way in ("seqscan", "sort", "bitmapscan"):
+                connection.exec_driver_sql(f"SET LOCAL enable_{way} = off")
         explain = "EXPLAIN QUERY PLAN" if database.is_sqlite else "EXPLAIN"
         return [str(row[-1]) for s, p in wanted for row in connection.exec_driver_sql(f"{explain} {s}", p)]
 
-    steps = database.read(ask)
+    return database.read(ask)
+
+
+def whole_reads(database: Database, sent: Sent) -> list[str]:
+    """The steps that read a whole large table."""
+    steps = plans(database, sent)
     if database.is_sqlite:
         return [
             step for step in steps if any(f"SCAN {table}" == step or f"SCAN {table} USING" in step for table in LARGE)
@@ -126,6 +132,34 @@ async def test_lists_searches_and_the_page_read_no_large_table_whole(
     assert catalogue.read(lambda c: quotas.stored_bytes(c, TENANT)) == 100 * 10**6
     whole = [step for step in whole_reads(catalogue, sent) if OF_PUBLISHED not in step and OF_OPEN not in step]
     assert whole == []
+
+
+async def test_pages_are_read_in_the_order_of_an_index_and_counted_by_it(
+    catalogue: Database, writer: GroupCommitWriter, sent: Sent
+) -> None:
+    """A page reads its own rows, and the count no row, however many a tenant has: nothing is sorted."""
+    stored, models, active = Checkpoints(catalogue, writer), Models(catalogue, writer), Sessions(catalogue, writer)
+    await models.page(TENANT, 3, 1)
+    await active.list_ids(TENANT, 20, 0)
+    await SessionSearch(catalogue).page(TENANT, SessionQuery(statuses=(Status("active"),)), 3)
+    for seen in (Seen(), Seen(published=True)):
+        await CheckpointSearch(catalogue).page(TENANT, CheckpointQuery(seen), 20)
+    catalogue.read(lambda c: runs.runs_of(c, TENANT, 100))
+    ordered = [(s, p) for s, p in sent if "ORDER BY" in s and "run_steps" not in s]
+    assert len(ordered) == 7
+    steps = plans(catalogue, ordered)
+    assert [step for step in steps if "TEMP B-TREE" in step or "Sort" in step] == []
+    sent.clear()
+    for seen in (Seen(), Seen(published=True)):
+        await stored.page(TENANT, 20, 0, seen)
+    counts = [(s, p) for s, p in sent if "count(" in s]
+    assert len(counts) == 3
+    reads = [step for step in plans(catalogue, counts) if "checkpoints" in step]
+    assert len(reads) == 3
+    assert all("COVERING INDEX" in step or "Index Only Scan" in step for step in reads), reads
+    sent.clear()
+    await stored.latest([PATH.model_id], TENANT, Seen())
+    assert [step for step in plans(catalogue, sent) if "model_id=?" in step or "Cond: ((model_id)" in step]
 
 
 def sweeper_on(database: Database, url: str, tmp_path: Path) -> FileSweeper:

@@ -116,7 +116,9 @@ def test_check_finds_a_damaged_file(database: Database) -> None:
     add_session(database, "s1")
     assert database.file is not None
     with closing(sqlite3.connect(database.file)) as connection:
-        (page,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'ix_sessions_tenant'").fetchone()
+        (page,) = connection.execute(
+            "SELECT rootpage FROM sqlite_schema WHERE name = 'ix_sessions_active_tenant'"
+        ).fetchone()
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     with database.file.open("r+b") as file:
         file.seek((page - 1) * 4096)
