@@ -64,7 +64,8 @@ class Side:
         flags = ("--config", str(config), "--database-url", self.url, "--external-inference-url", upstream.url)
         began = time.perf_counter()
         upgrade = ("-m", "skyrl.cli.main", "db", "upgrade", "--database-url", self.url)
-        subprocess.run([sys.executable, *upgrade], check=True, cwd=self.root, env=self._environment)
+        command = [sys.executable, *upgrade]
+        subprocess.run(command, check=True, cwd=self.root, env=self._environment, stdout=subprocess.DEVNULL)
         found = {"upgrade of the schema (s)": time.perf_counter() - began}
         os.sync()  # 200,000 new directories
         server = DemoServer(self.state, *flags, cwd=self.root, environment=self._environment)

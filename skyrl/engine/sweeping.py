@@ -53,6 +53,7 @@ from skyrl.storage.db.checkpoints import pop_expired, stored_among
 from skyrl.storage.db.database import MAX_NAMED, Connection, Database, Displaced, in_groups
 from skyrl.storage.db.models import loads_to_repeat, over_among
 from skyrl.storage.db.repeats import repeat
+from skyrl.storage.db.retention import StepSize
 from skyrl.storage.db.uploads import drop_expired, kept_keys
 
 SWEEP_S = 10.0
@@ -96,7 +97,7 @@ LISTING_S = 600.0
 LOOKED = 2_000
 """How many directories of each kind a sweep looks at."""
 STEP_ROWS, PAUSE_S = 50, 0.01
-"""How many rows a write transaction changes, and the pause between two: 50 take some 5 ms of the write lock."""
+"""The most rows that a write transaction changes, and the pause between two."""
 
 
 class FileSweeper:
@@ -183,11 +184,16 @@ class FileSweeper:
     def _drop_expired_rows(self) -> None:
         """Forget uploads and at most MAX_NAMED checkpoints whose time is over. Their files go with `delete_files`."""
         self._database.write(drop_expired)
-        for _ in range(MAX_NAMED // STEP_ROWS):
-            expired = self._database.write(lambda c: pop_expired(c, time.time(), self._scope, STEP_ROWS))
-            self._expired |= {checkpoint.store_key for checkpoint in expired}
-            if len(expired) < STEP_ROWS:
+        size, left = StepSize(STEP_ROWS), MAX_NAMED
+        while left > 0:
+            asked = size.number
+            expired = self._database.write(
+                size.measured(lambda c, limit: pop_expired(c, time.time(), limit, self._scope))
+            )
+            self._expired.update(expired)
+            if len(expired) < asked:
                 return
+            left -= asked
             time.sleep(PAUSE_S)
 
     def unloaded(self, adapter: AdapterVersion) -> None:

@@ -30,7 +30,7 @@ from skyrl.base.types.weights import EVERYTHING, AdapterVersion, LoraSpec, Scope
 from skyrl.base.wire.paths import KINDS, CheckpointKind, TinkerPath
 from skyrl.storage.db import audit, usage
 from skyrl.storage.db.columns import lora_of, lora_values, record_of
-from skyrl.storage.db.database import MAX_NAMED, Database, in_groups
+from skyrl.storage.db.database import Database, in_groups
 from skyrl.storage.db.models import Model, find_model, model_values, models
 from skyrl.storage.db.scopes import in_scope
 from skyrl.storage.db.sessions import sessions
@@ -159,19 +159,18 @@ def put(connection: Connection, checkpoint: Checkpoint, copy_key: str | None = N
     connection.execute(insert(checkpoints), values)
 
 
-def pop_expired(
-    connection: Connection, now: float, scope: Scope = EVERYTHING, limit: int = MAX_NAMED
-) -> list[Checkpoint]:
-    """Delete the rows of at most `limit` checkpoints that have expired. Returns them, so that their files are deleted
-    too."""
-    expired = select(checkpoints).where(checkpoints.c.expires_at <= now, in_scope(checkpoints.c.base_model, scope))
-    rows = list(connection.execute(expired.limit(limit)))
-    gone = [checkpoint_of(row) for row in rows]
-    events = [(one.tenant, {"tinker_path": str(one.path), "model_id": one.path.model_id}) for one in gone]
+def pop_expired(connection: Connection, now: float, limit: int, scope: Scope = EVERYTHING) -> list[str]:
+    """Delete the rows of at most `limit` checkpoints that have expired. Returns the keys of their files, which are to
+    be deleted too."""
+    columns = [checkpoints.c[name] for name in ("id", "tenant", "model_id", "kind", "name", "store_key")]
+    expired = select(*columns).where(checkpoints.c.expires_at <= now, in_scope(checkpoints.c.base_model, scope))
+    rows = connection.execute(expired.limit(limit)).all()
+    paths = [(row.tenant, TinkerPath(row.model_id, row.kind, row.name)) for row in rows]
+    events = [(tenant, {"tinker_path": str(path), "model_id": path.model_id}) for tenant, path in paths]
     audit.record_all(connection, "checkpoint_expired", events)
     if rows:
         connection.execute(delete(checkpoints).where(checkpoints.c.id.in_([row.id for row in rows])))
-    return gone
+    return [row.store_key for row in rows]
 
 
 def stored_among(connection: Connection, keys: Iterable[str]) -> set[str]:

@@ -232,7 +232,7 @@ def test_expired_checkpoints_go_in_steps_with_other_writes_between(
     sweeper = sweeper_on(database, migrated_url, tmp_path)
     sweeper.unused_adapters()
     assert database.read(lambda c: c.execute(select(func.count()).select_from(checkpoints)).scalar_one()) == 0
-    assert len(between) == 120 // sweeping.STEP_ROWS
+    assert len(between) >= 120 // sweeping.STEP_ROWS
 
 
 def test_sampling_sessions_of_an_ended_session_close_in_steps_with_other_writes_between(
