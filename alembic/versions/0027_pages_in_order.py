@@ -6,6 +6,8 @@ Revises: 0026
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 
 from alembic import op
@@ -15,8 +17,9 @@ down_revision = "0026"
 branch_labels = None
 depends_on = None
 
-PUBLIC = {"sqlite_where": sa.text("public IS 1"), "postgresql_where": sa.text("public IS true")}
-ACTIVE = {"sqlite_where": sa.text("status = 'active'"), "postgresql_where": sa.text("status = 'active'")}
+PUBLIC: dict[str, Any] = {"sqlite_where": sa.text("public IS 1"), "postgresql_where": sa.text("public IS true")}
+_ACTIVE = sa.text("status = 'active'")
+ACTIVE: dict[str, Any] = {"sqlite_where": _ACTIVE, "postgresql_where": _ACTIVE}
 
 
 def upgrade() -> None:

@@ -119,7 +119,8 @@ async def _look_after_others(services: Services) -> None:
 
 async def _meter_storage(services: Services) -> None:
     now = time.time()
-    while (metered := await services.database.read_async(lambda c: metered_storage(c, now))) is not None:
+    hours = await services.database.read_async(lambda connection: metered_storage(connection, now))
+    while (metered := await asyncio.to_thread(next, hours, None)) is not None:
         await services.writer.transact(partial(add_storage, metered=metered))
 
 

@@ -189,5 +189,5 @@ def sizes(connection: Connection, now: float, scope: Scope = EVERYTHING) -> Size
     active = sessions.c.status == "active"
     open_sessions = select(func.count()).select_from(sessions).where(active)
     tenants = select(func.count(sessions.c.tenant.distinct())).where(active, sessions.c.heartbeat_at > now - ACTIVE_S)
-    numbers = [connection.execute(query).scalar_one() for query in (living, open_sessions, tenants)]
-    return Sizes(*numbers, servable(connection, scope))
+    numbers = (connection.execute(query).scalar_one() for query in (living, open_sessions, tenants))
+    return Sizes(*numbers, adapters=servable(connection, scope))

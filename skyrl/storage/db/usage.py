@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -159,20 +159,16 @@ class Metered:
     amounts: dict[UsageKey, float]
 
 
-def metered_storage(connection: Connection, now: float) -> Metered | None:
-    """The storage since the last call of `add_storage` until `now`, or an hour of it: call both again until this
-    returns None, for which it also suffices that somebody set the clock back. Time in which no server runs counts, too:
-    by the hour, so that no transaction has more than two rows of a tenant and base model. Reads all checkpoints: call
-    it in a read transaction.
+def metered_storage(connection: Connection, now: float) -> Iterator[Metered]:
+    """The storage since the last call of `add_storage` until `now`, hour by hour, each for a transaction of its own:
+    time in which no server runs counts, too. Nothing if somebody set the clock back. Reads all checkpoints: call it in
+    a read transaction. What it returns reads nothing more.
 
     A checkpoint that is deleted between two calls is counted until the earlier call.
     """
     since = connection.execute(select(_meters.c.counted_until).where(_STORAGE)).scalar()
     if since is None:
-        return Metered(None, now, {})
-    if now <= since:
-        return None
-    now = min(now, since + HOUR_S)
+        return iter([Metered(None, now, {})])
     created, expires = _checkpoints.c.created_at, _checkpoints.c.expires_at
     # Most checkpoints live through the whole time: the database adds them up, a row for each tenant and base model.
     group = (
@@ -186,16 +182,21 @@ def metered_storage(connection: Connection, now: float) -> Metered | None:
         .where(created < now, or_(expires.is_(None), expires > since))
         .group_by(*group)
     )
-    amounts: dict[UsageKey, float] = {}
-    for row in rows:
-        start, end = row.start or since, row.end or now
-        while start < end:
-            bucket = bucket_of(start)
-            part = min(end, bucket + HOUR_S) - start
-            key = UsageKey(row.tenant, bucket, "", "", row.base_model, UsageKind.STORAGE)
-            amounts[key] = amounts.get(key, 0) + int(row.size) / GIGABYTE * part / HOUR_S
-            start += part
-    return Metered(since, now, amounts)
+    return _by_hour(rows.all() if now > since else [], since, now)
+
+
+def _by_hour(rows: Sequence[Any], since: float, now: float) -> Iterator[Metered]:
+    while since < now:
+        bucket = bucket_of(since)
+        until = min(now, bucket + HOUR_S)
+        amounts: dict[UsageKey, float] = {}
+        for row in rows:
+            lived_s = min(row.end or until, until) - max(row.start or since, since)
+            if lived_s > 0:
+                key = UsageKey(row.tenant, bucket, "", "", row.base_model, UsageKind.STORAGE)
+                amounts[key] = amounts.get(key, 0) + int(row.size) / GIGABYTE * lived_s / HOUR_S
+        yield Metered(since, until, amounts)
+        since = until
 
 
 def add_storage(connection: Connection, metered: Metered) -> None:
