@@ -30,10 +30,10 @@ from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.http.answers import Answer
 from skyrl.http.client import HttpClient, Pieces
 from skyrl.http.connection import NotAccepted
-from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
+from skyrl.inference.vllm_plugin.protocol import PROMPT_CELLS, TOKENS_ONLY
 from skyrl.sampling import completion, pictures
-from skyrl.sampling.completion import prompt_scores
 from skyrl.sampling.job import SampleJob
+from skyrl.sampling.prompt_answer import prompt_scores
 from skyrl.sampling.servers import Endpoint, ServedContext, describe, message_of, server_failure
 from skyrl.storage.db.pictures import PictureFiles
 
@@ -175,7 +175,7 @@ class SampleExchange:
         self._job = job
         self.request_id = job.request_id
         self.weights: WeightsRef = job.weights
-        self.headers: Mapping[str, str] = {"X-Request-Id": job.request_id, TOKENS_ONLY: "1"}
+        self.headers: Mapping[str, str] = {"X-Request-Id": job.request_id, TOKENS_ONLY: PROMPT_CELLS}
         """vLLM's own id of the request becomes `cmpl-<request id>`."""
         self.key = job.session_key
         self.shared_key = job.sampling_session

@@ -37,12 +37,10 @@ from skyrl.base.wire.sample_request import (
 )
 from skyrl.http.client import Pieces
 from skyrl.runtime.pictures.checker import NotChecked, PictureChecker, TooManyPictures
-from skyrl.sampling.completion import (
-    prompt_scores,
-    sampling_params,
-)
+from skyrl.sampling.completion import sampling_params
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.metrics import ImageMetrics
+from skyrl.sampling.prompt_answer import prompt_scores
 from skyrl.storage.db import pictures as rows
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.pictures import PictureFiles

@@ -21,6 +21,26 @@ TOPK_EMPTY_LOGPROB = -99999.0
 TopkRow = list[tuple[int, float]]
 
 
+class TopkTable(msgspec.Struct, frozen=True):
+    """Best tokens by position: `ids` int32 and `logprobs` float32, both [positions, k], each row the best first."""
+
+    ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+
+    @classmethod
+    def empty(cls, positions: int, k: int) -> TopkTable:
+        return cls(np.zeros((positions, k), np.int32), np.full((positions, k), TOPK_EMPTY_LOGPROB, np.float32))
+
+    def put(self, first: int, ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> None:
+        """Fill the rows from `first` on with the k best of 1 + k cells, [rows, 1 + k], of which the first is that of
+        the prompt's own token. A token that occurs again counts once. Of equal ones the earlier is better."""
+        keys = -logprobs
+        keys[:, 1:][ids[:, 1:] == ids[:, :1]] = np.inf
+        best = keys.argsort(axis=1, kind="stable")[:, : self.ids.shape[1]]
+        self.ids[first:] = np.take_along_axis(ids, best, axis=1)
+        self.logprobs[first:] = np.take_along_axis(logprobs, best, axis=1)
+
+
 # Every sample makes one. As a frozen dataclass that would take three times as long.
 class SampledSequence(msgspec.Struct, frozen=True):
     """One sampled sequence: `tokens`, with the stop token that ended it, and one logprob per token. `weight_versions`:
@@ -44,27 +64,27 @@ class Alternatives:
 
 # Every sample makes one, too.
 class SampleResult(msgspec.Struct, frozen=True):
-    """`prompt_logprobs` and `prompt_topk` have one entry per prompt token, None where there is no value.
+    """`prompt_logprobs` and `prompt_topk` have one entry per prompt token, None (NaN) where there is no value.
     `target_logprobs` (float32) has the layout of the request's `target_prompt_logprobs`."""
 
     sequences: list[SampledSequence]
-    prompt_logprobs: Sequence[float | None] | None = None
-    prompt_topk: list[TopkRow | None] | None = None
+    prompt_logprobs: Sequence[float | None] | npt.NDArray[np.float32] | None = None
+    prompt_topk: list[TopkRow | None] | TopkTable | None = None
     cached_tokens: int = 0
     target_logprobs: tensors.WireTensor | None = None
     alternatives: Alternatives | None = None
 
 
-def _topk(rows: Sequence[TopkRow | None], k: int) -> pb.TopkLogprobs:
+def _topk(rows: Sequence[TopkRow | None] | TopkTable, k: int) -> pb.TopkLogprobs:
     """The k best cells of each row, whose cells come in any order."""
-    ids = np.zeros((len(rows), k), np.int32)
-    logprobs = np.full((len(rows), k), TOPK_EMPTY_LOGPROB, np.float32)
-    for index, row in enumerate(rows):
+    table = rows if isinstance(rows, TopkTable) else TopkTable.empty(len(rows), k)
+    for index, row in () if isinstance(rows, TopkTable) else enumerate(rows):
         if row:
             best = sorted(row, key=lambda cell: -cell[1])[:k]
-            ids[index, : len(best)] = [cell[0] for cell in best]
-            logprobs[index, : len(best)] = [cell[1] for cell in best]
-    return pb.TopkLogprobs(token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(rows))
+            table.ids[index, : len(best)] = [cell[0] for cell in best]
+            table.logprobs[index, : len(best)] = [cell[1] for cell in best]
+    ids, logprobs = table.ids.tobytes(), table.logprobs.tobytes()
+    return pb.TopkLogprobs(token_ids=ids, logprobs=logprobs, k=k, length=len(table.ids))
 
 
 def _dense_tensor(array: tensors.Array) -> pb.Tensor:
@@ -85,9 +105,10 @@ def encode_sample(result: SampleResult, *, topk_sample: int = 0, topk_prompt: in
         for version, start, end in sequence.weight_versions or ():
             added.weight_versions.add(version=version, start=start, end=end)
     if result.prompt_logprobs is not None:
-        message.prompt_logprobs = np.asarray(
-            [math.nan if value is None else value for value in result.prompt_logprobs], np.float32
-        ).tobytes()
+        given = result.prompt_logprobs
+        if not isinstance(given, np.ndarray):
+            given = np.asarray([math.nan if value is None else value for value in given], np.float32)
+        message.prompt_logprobs = given.tobytes()
     if topk_prompt and result.prompt_topk is not None:
         message.topk_prompt_logprobs.CopyFrom(_topk(result.prompt_topk, topk_prompt))
     if result.target_logprobs is not None:

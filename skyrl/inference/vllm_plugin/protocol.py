@@ -1,7 +1,8 @@
 """What skyrl's processes and the plugin tell each other: versions, two headers, and the `vllm_xargs` of completions.
 
 - TESTED_VERSIONS: the versions of vLLM that the plugin was tested with.
-- TOKENS_ONLY: a completion request with this header wants token ids and logprobs alone (see `answers`).
+- TOKENS_ONLY: a completion request with this header wants token ids and logprobs alone (see `answers`). With the value
+  PROMPT_CELLS it also wants the prompt's logprobs as arrays (see `prompt_cells`).
 - INCARNATION: the incarnation of a vLLM server (which start of it answers), as a header of every answer of `/health`.
   vLLM adds `IncarnationHeader` by its option `--middleware`; it runs in the API server, in any version of vLLM.
 - TENANT_TAGS: a request's priority, modulo this, is a tag of its tenant.
@@ -62,6 +63,22 @@ class IncarnationHeader:
 
 
 TOKENS_ONLY = "x-skyrl-tokens-only"
+PROMPT_CELLS = "prompt_cells"
+"""Also the field of the choice (of the whole answer, if it has pictures) that takes the place of `prompt_logprobs`."""
+
+
+def pack_cells(ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> str:
+    """The value of PROMPT_CELLS, base64: of [n] cells the ids, then the logprobs. The rows of the prompt's own tokens
+    come first, `1 + prompt_logprobs` cells each, the own token before the best ones; then the appended cells."""
+    return base64.b64encode(ids.astype("<i4", copy=False).tobytes() + logprobs.astype("<f4").tobytes()).decode()
+
+
+def unpack_cells(data: bytes) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """The arrays of `pack_cells`, from its decoded base64. Raises ValueError for other data."""
+    import numpy as np
+
+    half = len(data) // 2
+    return np.frombuffer(data[:half], "<i4"), np.frombuffer(data[half:], "<f4")
 
 
 _CELLS = "skyrl_prompt_cells"

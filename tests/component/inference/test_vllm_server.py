@@ -17,6 +17,8 @@ from random import Random
 from typing import Any
 
 import httpx
+import msgspec
+import numpy as np
 import pytest
 import torch
 from adapter_hosts import HostWithAllAdapters
@@ -27,13 +29,14 @@ from vllm_world import ADAPTER_RANKS, KEY, MODEL, RunningServer, spec_of, until
 
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.sample_request import Distribution
+from skyrl.base.wire.tensors import WireTensor
 from skyrl.http.client import HttpClient
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.placement import LocalPlacement
 from skyrl.inference.remote.references import reference_to
 from skyrl.inference.replica import Addresses, Replica, ReplicaState
 from skyrl.inference.vllm_client import VllmError
-from skyrl.inference.vllm_plugin.protocol import TOKENS_ONLY
+from skyrl.inference.vllm_plugin.protocol import PROMPT_CELLS, TOKENS_ONLY
 from skyrl.router.broadcast import Broadcasts
 from skyrl.router.policies import LeastInFlight
 from skyrl.router.pool import WorkerPool
@@ -382,6 +385,17 @@ async def test_prompt_and_sequences_requested_apart_equal_one_request(served: Ru
         assert answer.whole
         hits.append(completion.decode_answer(answer.body, part).cached_tokens)
     assert hits[0] == 0 < hits[1], "the request for the sequences finds the prompt in the cache"
+    named = WireTensor(np.arange(3 * 299) % 256, (299, 3))
+    scored = msgspec.structs.replace(prompt_apart.prompt_part(job), target=named, alternatives=2)
+    url, body = served.spec.url + completion.PATH, completion.encode_request(scored)
+    forms = ("1", PROMPT_CELLS)
+    answers = [
+        await transport.post(url, body, headers | {TOKENS_ONLY: form}, 120, answer_bound(scored)) for form in forms
+    ]
+    rows, cells = (completion.decode_answer(answer.body, scored).body for answer in answers)
+    assert cells == rows, "arrays have the same bits as objects"
+    assert [b'"prompt_cells":' in answer.body for answer in answers] == [False, True]
+    assert len(answers[1].body) * 5 < len(answers[0].body)
     await client.close()
 
 

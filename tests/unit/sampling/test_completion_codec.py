@@ -17,7 +17,7 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.base.wire.results import to_json
 from skyrl.base.wire.sample_request import Distribution
 from skyrl.base.wire.tensors import WireTensor
-from skyrl.inference.vllm_plugin.protocol import PromptScores
+from skyrl.inference.vllm_plugin.protocol import PromptScores, pack_cells
 from skyrl.sampling.completion import (
     AbortedAnswer,
     MalformedAnswer,
@@ -332,6 +332,70 @@ def test_alternatives_keep_order_and_repetitions() -> None:
         "tokens": {"data": [7, 7, 8, 8], "dtype": "int64", "shape": [2, 2]},
         "logprobs": {"data": [-0.5, -0.5, -1.5, -1.25], "dtype": "float32", "shape": [2, 2]},
     }
+
+
+# The same as arrays
+
+
+def in_both_forms(ids: list[list[int]], logprobs: list[list[float]], *cells: tuple[int, float]) -> tuple[bytes, bytes]:
+    """What vLLM sends of rows of cells, the prompt's own token first in each, and of appended cells."""
+    values = np.asarray(logprobs, np.float32)
+    rows = [
+        {str(token): {"logprob": value} for token, value in zip(*row, strict=True)}
+        for row in zip(ids, values.tolist(), strict=True)
+    ]
+    more = np.asarray([value for _, value in cells], np.float32)
+    rows += [{str(token): {"logprob": value}} for (token, _), value in zip(cells, more.tolist(), strict=True)]
+    all_ids = np.concatenate([np.ravel(np.asarray(ids, np.int32)), np.asarray([token for token, _ in cells], np.int32)])
+    packed = pack_cells(all_ids, np.concatenate([values.ravel(), more]))
+    return (
+        answer(choice([1], prompt_logprobs=[None, *rows])),
+        answer(choice([1], prompt_logprobs=None, prompt_cells=packed)),
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_logprobs": True},
+        {"prompt_logprobs": True, "prompt_logprobs_last_n": 1},
+        {"prompt_logprobs": True, "prompt_logprobs_last_n": 9, "target": DENSE, "alternatives": 1},
+        {"target": SPARSE},
+    ],
+)
+def test_arrays_give_the_bits_that_rows_give(changes: dict[str, Any]) -> None:
+    """The own token is among the best, beside them, as good as the last of them, or impossible as others are."""
+    rows = [
+        ([6, 6, 9, 8], [-0.1, -0.1, -0.5, -1.7]),
+        ([7, 9, 8, 1], [-3.0, -0.1, -0.25, -0.3]),
+        ([7, 9, 8, 1], [-0.3, -0.1, -0.25, -0.3]),
+        ([4, 9, 8, 4], [-9999.0, -1e-7, -9999.0, -9999.0]),
+    ]
+    for second in rows[1:]:
+        ids, values = zip(rows[0], ([7, *second[0][1:]], second[1]), strict=True)
+        wanted = job(**changes, topk_prompt=3, seed=5)
+        cells = (
+            [] if wanted.target is None else [(4, -1.0), (9, -0.7), (4, -3.1)][: int((wanted.target.values >= 0).sum())]
+        )
+        if wanted.target is SPARSE:
+            cells = [(9, -1.0), (4, -0.7)]
+        cells += [(3, -0.2), (4, -0.3)] if wanted.alternatives else []
+        as_rows, as_cells = in_both_forms(list(ids), list(values), *cells)
+        assert decode_answer(as_cells, wanted).body == decode_answer(as_rows, wanted).body
+
+
+@pytest.mark.parametrize(
+    ("ids", "values", "message"),
+    [
+        ([6], [-1.0], "1 cells of prompt logprobs for 2 x 1"),
+        ([6, 8], [-1.0, -1.0], "other tokens"),
+        ([6, 7], [-1.0, float("nan")], "not computed"),
+    ],
+)
+def test_arrays_that_are_no_answer_are_malformed(ids: list[int], values: list[float], message: str) -> None:
+    packed = pack_cells(np.asarray(ids, np.int32), np.asarray(values, np.float32))
+    with pytest.raises(MalformedAnswer, match=message):
+        decode_answer(answer(choice([1], prompt_cells=packed)), job(prompt_logprobs=True))
 
 
 def test_a_prompt_of_one_token_has_no_alternatives() -> None:
