@@ -303,6 +303,9 @@ def _job(
 
 BEAT_S = 2.0
 MISSES = 5
+TURNS_BETWEEN = 8
+"""Of the event loop, which accepts one connection in each. After a restart thousands of polls connect at once, and
+heartbeats wait behind them; a turn in which nothing else is due takes some microseconds."""
 
 
 class SampleOwnership:
@@ -333,8 +336,7 @@ class SampleOwnership:
         self._left.extend(await self._unknown(await self._processes.own()))
 
     async def forward_left(self) -> None:
-        """Forward the samples that were left, one in each turn of the event loop: there may be thousands, and in a turn
-        it accepts one connection."""
+        """Forward the samples that were left, one in TURNS_BETWEEN turns of the event loop: there may be thousands."""
         while self._left and not self._sampling.stopping:
             sample = self._left.popleft()
             try:
@@ -342,7 +344,8 @@ class SampleOwnership:
             except DatabaseError:
                 self._left.appendleft(sample)
                 raise
-            await asyncio.sleep(0)
+            for _ in range(TURNS_BETWEEN):
+                await asyncio.sleep(0)
 
     async def round(self) -> None:
         """Call every BEAT_S: writes this process's heartbeat, and takes over the samples of dead processes."""

@@ -28,7 +28,7 @@ from skyrl.api.server import open_services
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.runtime.processes.runtime import Runtime
-from skyrl.sampling.service import MISSES, SampleOwnership
+from skyrl.sampling.service import MISSES, TURNS_BETWEEN, SampleOwnership
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.futures import SETTLE, Outcome, futures, settlement
 from skyrl.storage.db.processes import processes
@@ -305,7 +305,7 @@ async def test_a_single_process_on_sqlite_writes_no_heartbeats(
         assert (beats() == before) is database.is_sqlite
 
 
-async def test_the_samples_of_the_process_before_are_forwarded_one_in_each_turn(
+async def test_the_samples_of_the_process_before_are_forwarded_over_many_turns(
     start: Start, upstream: FakeUpstream
 ) -> None:
     upstream.default = never
@@ -318,6 +318,8 @@ async def test_the_samples_of_the_process_before_are_forwarded_one_in_each_turn(
         while flying[-1] < 20:
             await asyncio.sleep(0)
             flying.append(in_flight(api))
+        turns = [turn for turn, (before, now) in enumerate(itertools.pairwise(flying)) if now > before]
+        assert min(later - turn for turn, later in itertools.pairwise(turns)) >= TURNS_BETWEEN
         assert max(now - before for before, now in itertools.pairwise(flying)) == 1
     upstream.default = complete()
     async with start("first") as api:
