@@ -186,14 +186,13 @@ class FileSweeper:
         self._database.write(drop_expired)
         size, left = StepSize(STEP_ROWS), MAX_NAMED
         while left > 0:
-            asked = size.number
-            expired = self._database.write(
-                size.measured(lambda c, limit: pop_expired(c, time.time(), limit, self._scope))
-            )
+            most = min(size.number, left)
+            pop = size.measured(lambda c, _, most=most: pop_expired(c, time.time(), most, self._scope))
+            expired = self._database.write(pop)
             self._expired.update(expired)
-            if len(expired) < asked:
+            if len(expired) < most:
                 return
-            left -= asked
+            left -= most
             time.sleep(PAUSE_S)
 
     def unloaded(self, adapter: AdapterVersion) -> None:

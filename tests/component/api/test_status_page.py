@@ -18,7 +18,7 @@ from sqlalchemy import insert, update
 
 from skyrl import __version__
 from skyrl.api.access import tenant_of_key
-from skyrl.api.ui import overview
+from skyrl.api.ui import overview, server_view
 from skyrl.base.types.activity import EngineActivity, ModelActivity, WaitsFor, encode_activity
 from skyrl.base.types.weights import AdapterVersion, LoraSpec
 from skyrl.base.wire.paths import TinkerPath
@@ -128,11 +128,17 @@ async def test_a_checkpoint_of_a_run_that_is_not_shown_has_its_name(
     assert [run["name"] for run in state["runs"]] == ["new"]
     for lines in (state["checkpoints"], state["usage"]):
         assert {line["run"]: line["name"] for line in lines} == {old: "old", new: "new"}
+    monkeypatch.setattr(overview, "MAX_USAGE", 1)
+    assert (await ask(api, "state"))["usage"] == state["usage"][-1:]
 
 
 @ON_BOTH_SLOWLY
-async def test_samplers_stand_under_their_run_the_newest_ten_and_a_count(api: Api, database: Database) -> None:
-    """200 saves of one run hide neither the base model's samplers nor those of another run."""
+async def test_samplers_stand_under_their_run_the_newest_ten_and_a_count(
+    api: Api, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 saves of one run hide neither the base model's samplers nor those of another run. The box counts their
+    versions from time to time."""
+    assert (await ask(api, "box"))["adapters"]["servable"] == 0
     many, few, first = await new_run(api, "many"), await new_run(api, "few"), await api.sampler()
 
     def add(connection: Connection, run: str, number: int, at: float) -> None:
@@ -152,6 +158,9 @@ async def test_samplers_stand_under_their_run_the_newest_ten_and_a_count(api: Ap
         connection.execute(insert(futures).values(**sample, status="pending", created_at=now))
 
     database.write(add_all)
+    assert (await ask(api, "box"))["adapters"]["servable"] == 0
+    monkeypatch.setattr(server_view, "COUNT_S", 0.0)
+    assert (await ask(api, "box"))["adapters"]["servable"] == 202
     shown = (await ask(api, "state"))["samplers"]
     assert [(group["name"], group["open"], group["in_flight"]) for group in shown] == [
         ("many", 200, 1),
