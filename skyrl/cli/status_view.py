@@ -202,7 +202,8 @@ def _steps(steps: Iterable[dict[str, Any]]) -> Table:
 
 def _vllm(numbers: dict[str, Any]) -> str:
     use, running, waiting = (numbers.get(name, 0) for name in ("kv_use", "running", "waiting"))
-    return f"{numbers['replica']}: {running:.0f} run, {waiting:.0f} wait, cache {100 * use:.0f} % used"
+    why = "".join(f", {sentence}" for sentence in numbers.get("why", ()))
+    return f"{numbers['replica']}: {running:.0f} run, {waiting:.0f} wait, cache {100 * use:.0f} % used{why}"
 
 
 def _box(box: dict[str, Any]) -> Table:

@@ -30,12 +30,14 @@ FAMILIES = frozenset(
         "vllm:time_to_first_token_seconds",
         "vllm:inter_token_latency_seconds",
         "vllm:e2e_request_latency_seconds",
+        "vllm:skyrl_requests_waiting",
+        "vllm:skyrl_waiting_bound",
     }
 )
 """By the name in TYPE, without `_total`."""
 DROPPED = frozenset({"model_name"})
 """Labels that are left out: all series of a vLLM have the same."""
-KEPT = frozenset({"engine", "finished_reason", "le"})
+KEPT = frozenset({"engine", "finished_reason", "le", "reason"})
 _PARTS = ("_total", "_bucket", "_sum", "_count")
 
 

@@ -180,7 +180,7 @@ def encode_request(job: SampleJob, priority: int | None = None) -> bytes:
     """The body to post. The server runs requests with lower `priority` first; None if the server ignores priorities."""
     params = sampling_params(job)
     params["logprobs"] = job.topk_sample
-    if (scores := prompt_scores(job)) is not None:
+    if job.wants_prompt and (scores := prompt_scores(job)) is not None:
         params["vllm_xargs"] = scores.to_extra_args()
     if priority is not None:
         params["priority"] = priority

@@ -90,6 +90,7 @@ export class BoxView {
     column("key-value cache in use", ([, vllm]) => `${number(100 * (vllm.kv_use ?? 0))} %`, numeric),
     column("requests that run", ([, vllm]) => count(vllm.running), numeric),
     column("that wait", ([, vllm]) => count(vllm.waiting), numeric),
+    column("for what", ([, vllm]) => (vllm.why ?? []).join("; ")),
   ], "skyrl runs none, or none has told its numbers yet.");
   #pending = new Table("Requests that have not ended", [
     column("kind", ([kind]) => kind.toLowerCase()),

@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import msgspec
@@ -32,6 +32,34 @@ _VLLM_NAMES = {
     "num_requests_waiting": "waiting",
 }
 _VLLM = re.compile(rf'^vllm:({"|".join(_VLLM_NAMES)})\{{.*?replica="(\d+)".*?\}} (\S+)$', re.M)
+_WAITS = re.compile(
+    r'^vllm:skyrl_(requests_waiting|waiting_bound)\{(?=.*?reason="(\w+)")(?=.*?replica="(\d+)").*?\} (\S+)$', re.M
+)
+_SENTENCES = {
+    "cache": "for room in the key-value cache, {bound} tokens, which also keeps some for the answers that run",
+    "seats": "for an end among {bound} running requests (max_num_seqs)",
+    "tokens": "for a later step: one computes {bound} tokens (max_num_batched_tokens)",
+    "adapters": "for a step of other adapters: one has {bound} (max_loras)",
+    "turn": "for answers of other tenants: a tenant's long prompts take at most every other second from them",
+    "other": "for a grammar that is compiled, or for weights",
+}
+"""What requests wait for in vLLM: what the reasons of its plugin mean, each with its bound."""
+
+
+def why_waiting(metrics: str) -> dict[int, list[str]]:
+    """For each inference server, by its number, a sentence for each reason for which requests wait in it. `metrics` are
+    those that skyrl publishes; engines of one server count together."""
+    waits, bounds = defaultdict[int, Counter[str]](Counter), defaultdict[int, Counter[str]](Counter)
+    for name, reason, replica, value in _WAITS.findall(metrics):
+        (waits if name == "requests_waiting" else bounds)[int(replica)][reason] += int(float(value))
+    return {
+        replica: [
+            f"{count} {'waits' if count == 1 else 'wait'} {sentence.format(bound=f'{bounds[replica][reason]:,}')}"
+            for reason, sentence in _SENTENCES.items()
+            if (count := counts[reason])
+        ]
+        for replica, counts in waits.items()
+    }
 
 
 COUNT_S = 10.0
@@ -84,7 +112,7 @@ class ServerView:
         return self._servable
 
 
-def _base_model(model: ServedModel, adapters: int, vllm: list[dict[str, float]]) -> dict[str, Any]:
+def _base_model(model: ServedModel, adapters: int, vllm: list[dict[str, Any]]) -> dict[str, Any]:
     """The parts of one base model. `adapters` is how many of them can be sampled from."""
     state, activity = model.watch.state, model.watch.activity
     return {
@@ -100,14 +128,16 @@ def _base_model(model: ServedModel, adapters: int, vllm: list[dict[str, float]])
     }
 
 
-def _vllm(published: MetricsDirectory, model: ServedModel) -> list[dict[str, float]]:
-    """Each inference server that skyrl runs, by its number: the part of its key-value cache in use (0 to 1), and its
-    requests that run and wait. Published every few seconds."""
+def _vllm(published: MetricsDirectory, model: ServedModel) -> list[dict[str, Any]]:
+    """Each inference server that skyrl runs, by its number: the part of its key-value cache in use (0 to 1), its
+    requests that run and wait, and why they wait. Published every few seconds."""
     role, engines = model.config.role, range(model.config.backend_config.inference.num_engines)
     names = [f"{role.process('vllm')}-{number}" for number in engines] if role.name else None
-    found: dict[int, dict[str, float]] = {}
-    for name, replica, value in _VLLM.findall(published.read(names)):
-        found.setdefault(int(replica), {"replica": int(replica)})[_VLLM_NAMES[name]] = float(value)
+    text = published.read(names)
+    why, found = why_waiting(text), dict[int, dict[str, Any]]()
+    for name, replica, value in _VLLM.findall(text):
+        numbers = found.setdefault(int(replica), {"replica": int(replica), "why": why.get(int(replica), [])})
+        numbers[_VLLM_NAMES[name]] = float(value)
     return [found[replica] for replica in sorted(found)]
 
 

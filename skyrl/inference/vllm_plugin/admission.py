@@ -82,6 +82,8 @@ class Headroom:
         self._step = self._known = -1
         """The step of the scheduler whose running requests are known, and their number."""
         self._told: list[tuple[float, int]] = []
+        self.refused_in = -1
+        """The step in which a request was last refused for lack of room."""
 
     def blocks(self, request: Request) -> int:
         """How many blocks must stay free when this request begins; at least as many as the operator wants."""
@@ -96,6 +98,9 @@ class Headroom:
         self._known = len(running)
         insort(with_it := self._told.copy(), self._tell(request))
         return max(self._own, int(PART * growth(with_it) * self._blocks_per_token))
+
+    def refused(self) -> None:
+        self.refused_in = self._scheduler.current_step
 
     def _tell(self, request: Request) -> tuple[float, int]:
         sampled = request.num_output_tokens
@@ -126,7 +131,10 @@ def keep_headroom() -> None:
         headroom: Headroom | None = getattr(self, "skyrl_headroom", None)
         if headroom is not None and request.status in _BEGINS:
             self.watermark_blocks = headroom.blocks(request)
-        return allocate(self, request, *args, **kwargs)
+        blocks = allocate(self, request, *args, **kwargs)
+        if headroom is not None and blocks is None:
+            headroom.refused()
+        return blocks
 
     def freed(self: Scheduler, request: Request, *args: Any, **kwargs: Any) -> Any:
         headroom: Headroom | None = getattr(self.kv_cache_manager, "skyrl_headroom", None)

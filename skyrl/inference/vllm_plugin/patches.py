@@ -22,7 +22,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParserManager
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-from skyrl.inference.vllm_plugin import admission, model_runners, prefills, prefix_cache
+from skyrl.inference.vllm_plugin import admission, model_runners, prefills, prefix_cache, waits
 
 PARSERS = "skyrl.inference.vllm_plugin.parsers"
 VLLM_MAX = 2.0
@@ -37,6 +37,7 @@ def patch_process() -> None:
     prefix_cache.share_tails()
     prefills.take_turns()
     admission.keep_headroom()
+    waits.count_waits()
     serve_lm_head()
     read_adapters_of_mixtures()
     check_loaded_adapters()

@@ -123,7 +123,8 @@ def take_turns() -> None:
             return False
         debts, tenant = _debts(self), tenant_of(request)
         must_wait = debts.owes(tenant) and bool(debts.running(self) - {tenant}) and not is_computed(self, request)
-        return len(self.waiting) > MOST_WAITING or not must_wait
+        request.skyrl_held = held = must_wait and len(self.waiting) <= MOST_WAITING  # type: ignore[attr-defined]
+        return not held
 
     Scheduler.schedule = scheduled  # type: ignore[method-assign]
     Scheduler.update_from_output = updated  # type: ignore[method-assign]

@@ -27,6 +27,7 @@ from vllm.v1.engine.core_client import MPClient
 from skyrl.inference.vllm_plugin.answers import allow_tokens_only, tell_cached_prompts, tell_versions
 from skyrl.inference.vllm_plugin.logprobs import tell_marks
 from skyrl.inference.vllm_plugin.prompt_cells import send_prompt_cells
+from skyrl.inference.vllm_plugin.waits import show_waits
 
 ANSWERS_WITHIN_S = 1.5
 """The time that the API server has to tell its clients that the engine is dead."""
@@ -43,6 +44,7 @@ def patch_server(*, early_versions: bool) -> None:
     tell_cached_prompts()
     repeat_requests()
     send_prompt_cells()
+    show_waits()
     tell_marks()
     refuse_ids_beyond_rows()
     tell_versions(early=early_versions)

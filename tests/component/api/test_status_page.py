@@ -479,7 +479,21 @@ async def test_the_box_shows_the_numbers_of_each_inference_server(api: Api) -> N
         f'vllm:{name}{{engine="0",replica="1"}} {value}'
         for name, value in (("kv_cache_usage_perc", 0.25), ("num_requests_running", 3.0), ("num_requests_waiting", 1.0))
     ]
+    lines += [
+        f'vllm:skyrl_{name}{{engine="0",reason="{reason}",replica="1"}} {value}'
+        for name, reason, value in (
+            ("requests_waiting", "cache", 2.0),
+            ("requests_waiting", "seats", 1.0),
+            ("requests_waiting", "turn", 0.0),
+            ("waiting_bound", "cache", 32768.0),
+            ("waiting_bound", "seats", 256.0),
+        )
+    ]
     heads = [f"# TYPE {line.partition('{')[0]} gauge\n{line}\n" for line in lines]
     api.services.published_metrics.write("vllm-1", "".join(heads))
     shown = (await api.http.get("/ui/api/box")).json()["vllm"]
-    assert shown == [{"replica": 1, "kv_use": 0.25, "running": 3.0, "waiting": 1.0}]
+    why = [
+        "2 wait for room in the key-value cache, 32,768 tokens, which also keeps some for the answers that run",
+        "1 waits for an end among 256 running requests (max_num_seqs)",
+    ]
+    assert shown == [{"replica": 1, "kv_use": 0.25, "running": 3.0, "waiting": 1.0, "why": why}]

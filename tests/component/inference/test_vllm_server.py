@@ -410,6 +410,16 @@ async def test_each_sequence_of_a_group_says_what_it_found_in_the_cache(served: 
             for name in ("queries", "hits")
         }
         assert sums["queries"] > 0
+        told = [line for line in lines if line.startswith("vllm:skyrl_requests_waiting{")]
+        assert sorted(line.partition('reason="')[2].partition('"')[0] for line in told) == [
+            "adapters",
+            "cache",
+            "other",
+            "seats",
+            "tokens",
+            "turn",
+        ]
+        assert any(line.startswith('vllm:skyrl_waiting_bound{engine="0",reason="adapters"}') for line in lines)
         return sums["queries"] - sums["hits"]
 
     async with httpx.AsyncClient(base_url=served.spec.url, headers={"Authorization": f"Bearer {KEY}"}) as http:

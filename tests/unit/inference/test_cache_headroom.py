@@ -36,6 +36,7 @@ with warnings.catch_warnings():
         growth,
         keep_headroom,
     )
+    from skyrl.inference.vllm_plugin.waits import bounds_of, count_waits, waits_of
 
 BLOCK, BLOCKS = 32, 65
 END, OTHER = 7, 9
@@ -92,10 +93,12 @@ def config() -> Iterator[VllmConfig]:
         for owner, name in (
             (Scheduler, "__init__"),
             (Scheduler, "_free_request"),
+            (Scheduler, "make_stats"),
             (KVCacheManager, "allocate_slots"),
         ):
             patches.setattr(owner, name, getattr(owner, name))
         keep_headroom()
+        count_waits()
         with without_plugin():
             arguments = EngineArgs(
                 model=str(model_path()),
@@ -190,8 +193,32 @@ def test_a_request_waits_for_the_room_that_a_running_one_will_need(config: VllmC
     running = cache.step()
     assert 1 < len(running) < 40
     assert cache.scheduler.get_request_counts() == (len(running), 40 - len(running))
+    assert waits_of(cache.scheduler) == {"cache": 40 - len(running)}
     cache.run()
     assert len(cache.ended) == 40
+
+
+def test_what_a_step_ran_out_of_is_why_the_others_wait(config: VllmConfig) -> None:
+    seats, tokens = Cache(config), Cache(config)
+    seats.scheduler.max_num_active_reqs, tokens.scheduler.max_num_scheduled_tokens = 2, 60
+    for cache in (seats, tokens):
+        for _ in range(5):
+            cache.add(64)
+        assert waits_of(cache.scheduler).total() == 5
+        cache.step()
+    assert waits_of(seats.scheduler) == {"seats": 3}
+    assert waits_of(tokens.scheduler) == {"tokens": 2}
+    assert bounds_of(seats.scheduler) == {
+        "cache": BLOCKS * BLOCK,
+        "seats": 2,
+        "tokens": config.scheduler_config.max_num_batched_tokens,
+    }
+    seats.scheduler.log_stats = True
+    stats = seats.scheduler.make_stats()
+    assert stats is not None
+    sent = {name: number for name, number in stats.num_kv_fetch_reqs_by_stage.items() if name.startswith("skyrl_")}
+    assert sent["skyrl_waits_seats"] == 3
+    assert (sent["skyrl_waits_cache"], sent["skyrl_bound_seats"], len(sent)) == (0, 2, 9)
 
 
 def test_a_prompt_that_other_samples_hold_is_not_counted_as_given_back(config: VllmConfig) -> None:
