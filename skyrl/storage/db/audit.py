@@ -42,6 +42,13 @@ def record_all(connection: Connection, event: str, each: Sequence[tuple[str, dic
         connection.execute(insert(audit_events), rows)
 
 
+def is_known(connection: Connection, tenant: str, event: str, details: dict[str, str], since: float) -> bool:
+    """Whether a tenant's log has such an event since then."""
+    named = [audit_events.c.details[name].as_string() == value for name, value in details.items()]
+    recent = audit_events.c.tenant == tenant, audit_events.c.at >= since, audit_events.c.event == event
+    return connection.execute(select(audit_events.c.id).where(*recent, *named).limit(1)).first() is not None
+
+
 class Audit:
     """The audit log in an API process."""
 

@@ -421,6 +421,8 @@ async def test_sampling_from_a_checkpoint_is_in_the_audit_log_of_its_owner(api: 
         wanted = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
         for _ in range(2):  # the repeated request is the same sample
             assert (await api.post("create_sampling_session", wanted, **headers)).status_code == 200
+    again = wanted | {"sampling_session_seq_id": 1}
+    assert (await api.post("create_sampling_session", again, **OTHER)).status_code == 200, "no second event"
     own, foreign = (await api.http.get("/api/v1/audit")).json()["entries"]
     assert own["event"] == foreign["event"] == "checkpoint_sampled"
     assert own["tinker_path"] == foreign["tinker_path"] == path
