@@ -167,6 +167,7 @@ def _room(known: Answer, need: Need | None) -> Room | None:
         slot=either.get(IN_VLLM, 0.0) - kept if need is not None else 0.0,
         kept=kept,
         engines=setting.engines,
+        of_longest=need is not None and need.passing is not None and need.passing.longest > need.passing.rows,
     )
 
 

@@ -33,6 +33,8 @@ class Room:
     slot: float
     kept: float
     engines: int = 1
+    of_longest: bool = False
+    """Whether the largest pass is that of a longest sequence, which has more tokens than a micro-batch."""
 
     def left(self, slots: int, kept: int) -> float:
         """For adapters in training, when each vLLM has so many slots and keeps so many adapters. May be negative."""
@@ -45,11 +47,12 @@ class Room:
 
     def parts(self, slots: int, kept: int) -> dict[str, float]:
         """What takes memory beside the adapters in training, by the key that changes it."""
+        of_length = self.passing if self.of_longest else 0.0
         return {
-            "trainer.micro_batch_tokens": self.passing,
+            "trainer.micro_batch_tokens": self.passing - of_length,
             f"{LORA}.max_cpu_loras": self.engines * kept * self.kept,
             MAX_LORAS: self.engines * slots * self.slot,
-            f"{ENGINE}.max_model_len": self.engines * self.sampling,
+            f"{ENGINE}.max_model_len": self.engines * self.sampling + of_length,
         }
 
 

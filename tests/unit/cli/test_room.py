@@ -37,8 +37,8 @@ def room(**changes: Any) -> Room:
         "slot": 0.1,
         "kept": 0.1,
     }
-    given = {name: value * GB for name, value in (values | changes).items() if name != "engines"}
-    return Room(**given, engines=changes.get("engines", 1))
+    counts = {name: changes.pop(name) for name in ("engines", "of_longest") if name in changes}
+    return Room(**{name: value * GB for name, value in (values | changes).items()}, **counts)
 
 
 def test_tenants_divide_what_vllm_and_the_largest_pass_leave() -> None:
@@ -81,6 +81,7 @@ def test_what_binds_first_comes_first_with_the_key_that_changes_it() -> None:
     [
         ({}, f"{LORA}.max_lora_rank"),
         ({"passing": 10.0}, "trainer.micro_batch_tokens"),
+        ({"passing": 10.0, "of_longest": True}, "generator.inference_engine.max_model_len"),
         ({"kept": 0.5}, f"{LORA}.max_cpu_loras"),
         ({"slot": 1.2}, MAX_LORAS),
         ({"sampling": 9.0}, "generator.inference_engine.max_model_len"),
