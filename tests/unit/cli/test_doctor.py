@@ -168,8 +168,8 @@ def test_shared_memory_without_room_for_a_version_of_the_highest_rank_is_reporte
     free = SimpleNamespace(f_bavail=2**14, f_frsize=2**12)
     monkeypatch.setattr(os, "statvfs", lambda _: free)
 
-    def rows(tmpfs: Path = tmp_path, base_model: str = "tiny", **keys: object) -> list[Check]:
-        given = {"trainer.policy.model.lora.max_lora_rank": 512} | keys
+    def rows(tmpfs: Path = tmp_path, base_model: str = "tiny", *, full: bool = False) -> list[Check]:
+        given = {"trainer.policy.model.lora.max_lora_rank": 512, "trainer.full_finetuning": full}
         return doctor.check_shared_memory([load_config({"base_model": base_model, "backend_config": given})], tmpfs)
 
     (fits,) = rows()
@@ -181,7 +181,7 @@ def test_shared_memory_without_room_for_a_version_of_the_highest_rank_is_reporte
     assert less.found.endswith(f"in {tmp_path} all together may take 12.6 MB")
     assert "until 64 MB are free there" in less.fix
     assert [row.status for row in rows(tmp_path / "shm")] == ["warning"], "there is no such directory"
-    assert rows(**{"trainer.full_finetuning": True}) == []
+    assert rows(full=True) == []
     assert rows(base_model="nobody/has-this") == []
     (tmp_path / "config.json").write_text('{"vocab_size": 1000000, "hidden_size": 64}')
     (large,) = rows(base_model=str(tmp_path))
