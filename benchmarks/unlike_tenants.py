@@ -179,7 +179,7 @@ def rows_of(side: str, found: Mapping[str, Worked]) -> list[Row]:
         if kind in TRAIN:
             own, passes = statistics.median(step.pass_s for step in alone), [step.pass_s for step in steps]
             note = f"{len(TRAIN)} × {own:.2f} + {one_pass:.2f} s; overtaken by {beside.overtaken[kind]} passes"
-            bound, what = Target(len(TRAIN) * own + one_pass), f"{side}: {kind}, longest pass"
+            bound, what = Target(len(TRAIN) * own + one_pass), f"{side}: {kind}, longest ended pass"
             rows.append(Row("unlike", what, "s", quantile(passes, 1.0), bound, own, note=note))
     note = "CPU s of all together: " + ", ".join(f"{part} {spent:.1f}" for part, spent in beside.cpu_s.items())
     for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
