@@ -59,3 +59,24 @@ async def test_only_the_pass_over_everything_finds_old_cycles(monkeypatch: pytes
     garbage.collect_by_the_clock()
     await turns()
     assert known() is None
+
+
+async def test_a_process_that_has_grown_looks_at_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"now": 2**30}
+    monkeypatch.setattr(garbage, "LOOK_S", 0.0)
+    monkeypatch.setattr(garbage, "YOUNG_S", 0.0)
+    monkeypatch.setattr(garbage, "resident_bytes", lambda _: sizes["now"])
+    garbage.collect_by_the_clock()
+    node = Node()
+    known = weakref.ref(node)
+    await turns()
+    del node
+    sizes["now"] += garbage.GROWN_BYTES
+    await turns()
+    assert known() is not None
+    sizes["now"] += 1
+    await turns()
+    assert known() is None
+    passes = gc.get_stats()[2]["collections"]
+    await turns()
+    assert gc.get_stats()[2]["collections"] == passes, "it has not grown since"
