@@ -120,7 +120,7 @@ class Cache:
         config.scheduler_config.watermark = watermark
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
         cache = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
-        self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), BLOCK, BLOCK)
+        self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), BLOCK, BLOCK, log_stats=True)
         manager: Any = self.scheduler.kv_cache_manager
         self.headroom: Headroom = manager.skyrl_headroom
         if not headroom:
@@ -213,7 +213,6 @@ def test_what_a_step_ran_out_of_is_why_the_others_wait(config: VllmConfig) -> No
         "seats": 2,
         "tokens": config.scheduler_config.max_num_batched_tokens,
     }
-    seats.scheduler.log_stats = True
     stats = seats.scheduler.make_stats()
     assert stats is not None
     sent = {name: number for name, number in stats.num_kv_fetch_reqs_by_stage.items() if name.startswith("skyrl_")}
