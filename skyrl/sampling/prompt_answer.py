@@ -93,7 +93,8 @@ class PromptAnswer:
             raise MalformedAnswer(f"{len(ids)} cells of prompt logprobs for {rows} x {columns} and {appended}")
         if np.isnan(values).any():
             raise MalformedAnswer("a prompt logprob was not computed")
-        own_ids, own = (each[: rows * columns].reshape(rows, columns) for each in (ids, values))
+        own_ids = ids[: rows * columns].reshape(rows, columns)
+        own = values[: rows * columns].reshape(rows, columns)
         if (own_ids[:, 0] != prompt[1:]).any():
             raise MalformedAnswer("prompt logprobs of other tokens than were asked for")
         if job.prompt_logprobs:
