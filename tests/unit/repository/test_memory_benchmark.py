@@ -14,6 +14,7 @@ import pytest
 from benchmarks.processes import MIB
 from benchmarks.real_memory import Client, Prediction, measure
 from skyrl.base.config.loading import load_config
+from skyrl.base.tiny import model_path
 from skyrl.cli.launcher.memory_estimate import Size, need_of
 
 
@@ -33,6 +34,7 @@ def test_the_peak_of_a_case_counts_and_not_what_was_before_or_after() -> None:
 
 RECORDED = Path(__file__).parents[3] / "benchmarks" / "results" / "real-memory.json"
 SHAPES: dict[str, tuple[dict[str, Any], int, int]] = {
+    "tiny": (json.loads((model_path() / "config.json").read_text()), 648_320, 4096),
     "SmolLM2-135M-Instruct": (
         {
             "model_type": "llama",
