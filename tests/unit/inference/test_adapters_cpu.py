@@ -18,7 +18,7 @@ with warnings.catch_warnings():
 
     from skyrl.inference.vllm_plugin import adapters_cpu
     from skyrl.inference.vllm_plugin.adapters_cpu import opened, refer
-    from skyrl.inference.vllm_plugin.punica import add_grouped
+    from skyrl.inference.vllm_plugin.punica import Groups, add_grouped
     from skyrl.inference.vllm_plugin.slots import Slots
 
 SLOTS, MOST, HIDDEN, WIDTHS = 3, 8, 6, (5, 4)
@@ -40,7 +40,7 @@ def adapter(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return [torch.randn(rank, HIDDEN) for _ in WIDTHS], [torch.randn(width, rank) for width in WIDTHS]
 
 
-def update(made: Any, rows: list[tuple[int, slice]]) -> torch.Tensor:
+def update(made: Any, rows: Groups) -> torch.Tensor:
     torch.manual_seed(1)
     y, x = torch.zeros(4, sum(WIDTHS)), torch.randn(4, HIDDEN)
     add_grouped(y, x, rows, made.lora_a_stacked, made.lora_b_stacked, 1.0, WIDTHS)
@@ -57,7 +57,7 @@ def test_adapters_of_smaller_ranks_compute_as_in_slots_that_are_padded() -> None
         made.set_lora(1, *full)
         made.set_lora(2, *full)
         made.set_lora(2, [a[0], None], [b[0], None])  # the second slice stays as it is
-    rows = [(0, slice(0, 1)), (1, slice(1, 2)), (2, slice(2, 4))]
+    rows: Groups = [(0, slice(0, 1)), (1, slice(1, 2)), (2, slice(2, 4))]
     torch.testing.assert_close(update(referring, rows), update(plain, rows))
     assert not update(referring, rows)[2:, WIDTHS[0] :].any()
     stacked = referring.lora_a_stacked[0]

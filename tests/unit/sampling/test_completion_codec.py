@@ -372,7 +372,7 @@ def test_arrays_give_the_bits_that_rows_give(changes: dict[str, Any]) -> None:
         ([4, 9, 8, 4], [-9999.0, -1e-7, -9999.0, -9999.0]),
     ]
     for second in rows[1:]:
-        ids, values = zip(rows[0], ([7, *second[0][1:]], second[1]), strict=True)
+        ids, values = [rows[0][0], [7, *second[0][1:]]], [rows[0][1], second[1]]
         wanted = job(**changes, topk_prompt=3, seed=5)
         cells = (
             [] if wanted.target is None else [(4, -1.0), (9, -0.7), (4, -3.1)][: int((wanted.target.values >= 0).sum())]
@@ -380,7 +380,7 @@ def test_arrays_give_the_bits_that_rows_give(changes: dict[str, Any]) -> None:
         if wanted.target is SPARSE:
             cells = [(9, -1.0), (4, -0.7)]
         cells += [(3, -0.2), (4, -0.3)] if wanted.alternatives else []
-        as_rows, as_cells = in_both_forms(list(ids), list(values), *cells)
+        as_rows, as_cells = in_both_forms(ids, values, *cells)
         assert decode_answer(as_cells, wanted).body == decode_answer(as_rows, wanted).body
 
 
