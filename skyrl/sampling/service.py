@@ -30,6 +30,7 @@ from skyrl.base.types.requests import SAMPLES, Kind, NewRequest, new_request_id,
 from skyrl.base.wire.errors import ErrorCategory, NotFound, RequestError
 from skyrl.base.wire.sample_request import SampleRequest, decode_sample_request
 from skyrl.sampling.base_model import BaseModels, BaseModelSampling, job_for
+from skyrl.sampling.gate import Entry
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.metrics import RefusalMetrics
 from skyrl.sampling.quotas import Quotas
@@ -89,8 +90,12 @@ class CutNotes:
 
 
 CANCELLED = Outcome(error="cancelled by the client", error_category=ErrorCategory.USER)
-NOT_FORWARDED = Outcome(
+SAMPLED_ELSEWHERE = Outcome(
     error="this server now samples in its engine; send the sample again", error_category=ErrorCategory.SERVER
+)
+NOT_FORWARDED = Outcome(
+    error="the server could not forward this sample after its restart; its log says why",
+    error_category=ErrorCategory.SERVER,
 )
 
 
@@ -212,18 +217,32 @@ class SampleService:
             raise NotFound(f"the session of {sampling_session_id!r} has ended", field=field)
         return sampler
 
-    def adopt(self, sample: PendingSample) -> bool:
+    def adopt(self, sample: PendingSample) -> Entry | None:
         """This process settles a pending sample that another API process, or the predecessor of this one, has left.
-        Returns whether `forward_again` is to follow: False if this process settles it already."""
+        Returns its entry, which counts from now on, for `forward_again`; None if this process settles it already."""
         session_id = sample.sampling_session_id
         sampling = None if session_id is None else (session_id, sample.sample_seq_id)
-        return self._futures.adopt(sample.id, sample.tenant, sample.session_id, sample.digest, sampling)
+        if not self._futures.adopt(sample.id, sample.tenant, sample.session_id, sample.digest, sampling):
+            return None
+        gate = next(iter(self.base_models)).gate  # what one tenant may have counts over all base models
+        return gate.enter_again(sample.tenant, len(sample.body), sample.id, sample.not_before)
 
-    async def forward_again(self, sample: PendingSample) -> None:
+    async def forward_again(self, sample: PendingSample, entry: Entry) -> None:
         """Forward an adopted sample, unless it has ended or been left since. It fails if the server has changed so that
-        it cannot be forwarded any more."""
-        if not self._is_left(sample.id):
-            return
+        it cannot be forwarded any more. Raises DatabaseError; then call this again."""
+        try:
+            is_forwarded = self._is_left(sample.id) and await self._forward_again(sample, entry)
+        except DatabaseError:
+            raise
+        except Exception:  # the exception's text may hold addresses and names that only the operator may see
+            logger.exception("sample %s, which was left, could not be forwarded", sample.id)
+            is_forwarded = False
+            await self._futures.settle(sample.id, NOT_FORWARDED)
+        if not is_forwarded:
+            entry.leave()
+
+    async def _forward_again(self, sample: PendingSample, entry: Entry) -> bool:
+        """Whether the sample is forwarded, and not settled or somebody else's."""
         pictures = None
         try:
             guessed = self.base_models.guess(sample.body, lambda name: self._cached_base_model(name, sample.tenant))
@@ -234,14 +253,14 @@ class SampleService:
             job = _job(request, sample.id, sampler, model, pictures)
         except RequestError as error:  # the session has ended, or the server has another base model now
             await self._futures.settle(sample.id, Outcome(error=error.message, error_category=ErrorCategory.USER))
-            return
+            return False
         if model.client is None:
-            await self._futures.settle(sample.id, NOT_FORWARDED)
-            return
+            await self._futures.settle(sample.id, SAMPLED_ELSEWHERE)
+            return False
         if not self._is_left(sample.id):  # any more
-            return
-        entry = model.gate.enter_again(sample.tenant, len(sample.body), sample.id, sample.not_before)
+            return False
         model.forwarded.start(job, sampler, entry)
+        return True
 
     def _is_left(self, request_id: str) -> bool:
         """Whether this process has to forward a pending sample, and does not yet."""
@@ -324,8 +343,10 @@ class SampleOwnership:
         self._sampling = sampling
         self._beats: dict[str, tuple[float, int]] = {}
         """By process: the last heartbeat that was read, and the number of rounds for which it has not changed."""
-        self._left: deque[PendingSample] = deque()
+        self._left: deque[tuple[PendingSample, Entry]] = deque()
         """Adopted samples that are not forwarded yet."""
+        self.adopted = asyncio.Event()
+        """Is set when `forward_left` has something to do."""
 
     async def start(self) -> None:
         """Adopt the samples of this process's predecessor, and samples that no process owns: then polls for them may
@@ -333,16 +354,17 @@ class SampleOwnership:
         self._note_heartbeats(await self._processes.beat())
         if self._may_take:
             await self._processes.take_over({})
-        self._left.extend(await self._unknown(await self._processes.own()))
+        await self._adopt(await self._processes.own())
 
     async def forward_left(self) -> None:
-        """Forward the samples that were left, one in TURNS_BETWEEN turns of the event loop: there may be thousands."""
+        """Forward the samples that were left, one in TURNS_BETWEEN turns of the event loop: there may be thousands.
+        Called by one task alone, when `adopted` is set and every few seconds."""
         while self._left and not self._sampling.stopping:
-            sample = self._left.popleft()
+            sample, entry = self._left.popleft()
             try:
-                await self._sampling.forward_again(sample)
+                await self._sampling.forward_again(sample, entry)
             except DatabaseError:
-                self._left.appendleft(sample)
+                self._left.append((sample, entry))  # behind the others, whose rows may be readable
                 raise
             for _ in range(TURNS_BETWEEN):
                 await asyncio.sleep(0)
@@ -380,24 +402,24 @@ class SampleOwnership:
         self._peers.living = frozenset(process for process, (_, rounds) in self._beats.items() if rounds < MISSES)
 
     async def _reconcile(self) -> None:
-        """Make memory agree with the database. Forward a sample that this process owns in the database but does not
-        have in memory: it was taken over, or the connection broke when it was committed. Leave a sample that another
-        process owns in the database to that process."""
+        """Make memory agree with the database. Adopt a sample that this process owns in the database but does not have
+        in memory: it was taken over, or the connection broke when it was committed. Leave a sample that another process
+        owns in the database to that process. Forwards nothing: it would take long, and heartbeats come from here."""
         forwarded = self._futures.forwarded()  # before the read: a sample recorded during the read is in the database
         owned = await self._processes.own()
-        self._left.extend(await self._unknown(owned))
+        await self._adopt(owned)
         not_owned = [request_id for request_id in forwarded if request_id not in owned]
         if not_owned:
             ended = await self._futures.read_outcomes(not_owned)
             self._sampling.cancel(ended + self._futures.leave(not_owned))
-        await self.forward_left()
 
-    async def _unknown(self, owned: Iterable[str]) -> list[PendingSample]:
-        """The samples among `owned` that are not in memory; they are now."""
-        left: list[PendingSample] = []
+    async def _adopt(self, owned: Iterable[str]) -> None:
+        """The samples among `owned` that are not in memory."""
         for some in in_groups(request_id for request_id in owned if not self._futures.forwards(request_id)):
-            left += [sample for sample in await self._processes.samples(some) if self._sampling.adopt(sample)]
-        return left
+            for sample in await self._processes.samples(some):
+                if (entry := self._sampling.adopt(sample)) is not None:
+                    self._left.append((sample, entry))
+                    self.adopted.set()
 
     async def leave(self) -> None:
         """This process ends. Another process, or its next start, takes its pending samples over."""

@@ -203,8 +203,8 @@ _TOUCH = RowStatement(
     first_of="model",
 )
 
-TOUCH_S = 1.0
-"""The time of a model's last request is written at most this often."""
+TOUCH_S = 5.0
+"""The time of a model's last request is written at most this often: each time two indexes get an entry."""
 LIVING = ("creating", "ready")
 """Statuses of models that are being trained."""
 

@@ -88,10 +88,6 @@ def add_sampler(connection: Connection, sampler: Sampler, seq_id: int, size_byte
     return True
 
 
-READERS_S = 3600.0
-"""Of a stranger who samples from a published checkpoint, the owner's audit log has one event in so many seconds."""
-
-
 def _record_use(connection: Connection, sampler: Sampler, saved: Checkpoint) -> None:
     details = {
         "tinker_path": sampler.model_path,
@@ -99,11 +95,8 @@ def _record_use(connection: Connection, sampler: Sampler, saved: Checkpoint) -> 
         "session_id": sampler.session_id,
         "sampling_session_id": sampler.id,
     }
-    if saved.tenant != sampler.tenant:  # a stranger may ask as often as he likes
+    if saved.tenant != sampler.tenant:
         details["reader"] = sampler.tenant
-        about = {"reader": sampler.tenant, "tinker_path": str(sampler.model_path)}
-        if audit.is_known(connection, saved.tenant, "checkpoint_sampled", about, time.time() - READERS_S):
-            return
     audit.record(connection, saved.tenant, "checkpoint_sampled", **details)
 
 
