@@ -26,7 +26,7 @@ from rich.text import Text
 
 from skyrl.base.adapter_files import MAX_CONFIG_BYTES
 from skyrl.base.config.loading import load_config
-from skyrl.base.config.pass_memory import FLOAT_BYTES
+from skyrl.base.config.pass_memory import FLOAT_BYTES, Widths
 from skyrl.base.config.server import ConfigError, ServerConfig
 from skyrl.base.config.several import base_models_of
 from skyrl.base.model_files import model_config
@@ -261,7 +261,8 @@ def check_losses(config: ServerConfig) -> Check:
 
 
 def check_shared_memory(base_models: Sequence[ServerConfig], tmpfs: Path = SHARED_MEMORY) -> list[Check]:
-    """Whether unnamed saves can be handed over in memory. No row for a server that hands none over so."""
+    """Whether unnamed saves can be handed over in memory. No row for a server that hands none over so, nor where
+    config.json tells a part of an adapter alone, and that part fits."""
     parts = [part for part in base_models if part.modes.trains and part.modes.manages_inference]
     numbers = [
         part.backend_config.lora.max_lora_rank * adapter_features(model_config(part.base_model_path))
@@ -277,7 +278,8 @@ def check_shared_memory(base_models: Sequence[ServerConfig], tmpfs: Path = SHARE
     room = room_in(tmpfs) if tmpfs.is_dir() else 0
     found = f"{of_each}, and in {tmpfs} all together may take {1e-6 * room:,.1f} MB"
     if largest <= room:
-        return [Check(name, "ok", found)]
+        whole = all(Widths.of(model_config(part.base_model_path)) is not None for part in parts)
+        return [Check(name, "ok", found)] if whole else []
     fix = f"until {1e-6 * PART_OF_FREE * largest:,.0f} MB are free there (Docker: --shm-size), saves wait for the disk"
     return [Check(name, "warning", found, fix)]
 

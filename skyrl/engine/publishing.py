@@ -15,14 +15,17 @@ import logging
 from concurrent.futures import Future
 from pathlib import Path
 
+import httpx
+
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import AdapterVersion, BaseWeights, FullWeights, served_version
 from skyrl.base.wire.errors import FailedRequest
 from skyrl.engine.threads import EngineThreads
-from skyrl.inference.adapter_host import AdapterUnavailable
+from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.full_weights import VersionFiles
 from skyrl.inference.remote.references import BASE_MODEL, base_directory, reference_to
+from skyrl.inference.vllm_client import VllmError
 from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
 from skyrl.storage.checkpoint_store.directories import fetch, link_files
 from skyrl.storage.checkpoint_store.versions import version_directory, version_key
@@ -67,9 +70,12 @@ class WeightPublisher:
     async def _publish_adapter(self, group: EngineGroup, adapter: AdapterVersion) -> None:
         try:
             await group.publish_adapter(adapter)
-        except Exception as error:  # the save succeeds without it
-            reason = f" ({error.reason})" if isinstance(error, AdapterUnavailable) else ""
-            logger.warning("adapter %s was saved but not loaded yet: %s%s", adapter.name, error, reason)
+        except (httpx.TransportError, VllmError, AdapterMissing) as error:
+            logger.warning("adapter %s was saved but not loaded yet: %s", adapter.name, error)
+        except AdapterUnavailable as error:
+            logger.warning("adapter %s was saved but not loaded yet: %s (%s)", adapter.name, error, error.reason)
+        except Exception:  # the save is settled without it
+            logger.exception("adapter %s was saved but not loaded yet", adapter.name)
 
     async def _publish_full(self, group: EngineGroup, weights: FullWeights) -> None:
         async with self._order:

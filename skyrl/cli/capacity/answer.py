@@ -160,7 +160,7 @@ def _room(known: Answer, need: Need | None) -> Room | None:
         kept = either[IN_VLLM] * need.use.adapter / (need.use.slot + need.use.adapter or 1.0)
     return Room(
         available=known.found.available,
-        ready=measured[ALL] + setting.more_apis * API_BYTES,
+        ready=measured[ALL] + (0 if setting.gpus else setting.more_apis * API_BYTES),
         passing=max(0.0, largest - measured[TRAINER] - adapter),
         sampling=sampling,
         adapter=adapter,

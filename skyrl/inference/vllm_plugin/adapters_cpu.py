@@ -63,26 +63,38 @@ def opened(path: str, framework: str) -> Iterator[OpenedAdapter]:
     """As `safetensors.safe_open`, for vLLM's reader of adapters. Raises SafetensorError for a damaged file, OSError."""
     assert framework == "pt"
     try:
-        found = dict(entries_of(Path(path)))
-        read = _map(path) if os.path.realpath(path).startswith(SHARED_MEMORY) else None
-        yield OpenedAdapter(found, read)
+        yield _map(path) or OpenedAdapter(dict(entries_of(Path(path))), None)
     except WeightsError as error:
         raise SafetensorError(str(error)) from error
 
 
-SHARED_MEMORY = "/dev/shm/"
+SHARED_MEMORY = f"/dev/shm/skyrl-{os.getuid()}-"
 """Where `skyrl.storage.checkpoint_store.held` puts files, which are deleted at some time and never change."""
+ROOM = 16
+"""A file is mapped while the tmpfs has room for so many of its size: mapped ones stay there as long as vLLM keeps them,
+also deleted, and the next saves need room."""
 
 
-def _map(path: str) -> Callable[[Entry], torch.Tensor]:
-    """A file's tensors, in pages that this process shares with others until it writes to them."""
-    with open(path, "rb") as file:
-        pages = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+def _map(path: str) -> OpenedAdapter | None:
+    """A file in memory, in pages that this process shares with others until it writes to them. None for one on a disk,
+    or that is to be read. The copy of a save to the disk may replace the link to it at any time."""
+    held = os.path.realpath(path)
+    if not held.startswith(SHARED_MEMORY):
+        return None
+    try:
+        with open(held, "rb") as file:
+            space = os.fstatvfs(file.fileno())
+            if space.f_bavail * space.f_frsize < ROOM * os.fstat(file.fileno()).st_size:
+                return None
+            found = dict(entries_of(Path(held)))
+            pages = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    except FileNotFoundError:
+        return None
 
     def tensor(entry: Entry) -> torch.Tensor:
         return pages[entry.begin : entry.end].view(entry.dtype).view(entry.shape)
 
-    return tensor
+    return OpenedAdapter(found, tensor)
 
 
 class OpenedAdapter:

@@ -23,6 +23,7 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from skyrl.inference.vllm_plugin import admission, model_runners, prefills, prefix_cache, waits
+from skyrl.inference.vllm_plugin.slots import check_sizes
 
 PARSERS = "skyrl.inference.vllm_plugin.parsers"
 VLLM_MAX = 2.0
@@ -220,6 +221,8 @@ def check_adapter(parts: Mapping[str, Any], manager: Any) -> None:
         rank = matrices // manager.modules[layer].global_num_experts if layer in fused else matrices
         if rank > most:
             raise ValueError(f"the adapter has rank {rank} for {name}, and vLLM keeps room for {most} (max_lora_rank)")
+    for name, layer in manager.modules.items():
+        check_sizes(layer, manager.packed_modules.get(name, [name]), parts)
     for packed, names in groups.items():
         lacking = [name for name in names if name not in parts]
         if 0 < len(lacking) < len(names) and _needs_all(packed, manager.modules[packed], len(names)):

@@ -92,7 +92,8 @@ def _patch_completions() -> None:
             return await create(self, request, raw_request)
 
     def request_output_to_completion_response(self: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
-        cells = [cell for result in results for cell in [_taken(result)] * len(result.outputs)]
+        # skyrl reads those of the first choice: they are a prompt's, and large
+        cells = [cell for result in results for cell in [_taken(result), *[None] * (len(result.outputs) - 1)]]
         response = to_response(self, results, *args, **kwargs)
         for choice, packed in zip(response.choices, cells, strict=True):
             if packed is not None:

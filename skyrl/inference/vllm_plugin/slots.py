@@ -5,6 +5,9 @@ Knows tensors, and what vLLM's linear layers do with the tensor that has all slo
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 
 
@@ -50,3 +53,23 @@ class _Place:
     def copy_(self, matrix: torch.Tensor, non_blocking: bool = False) -> None:
         assert tuple(matrix.shape) == self._shape
         self._slots.put(self._slot, matrix)
+
+
+def check_sizes(layer: Any, names: Sequence[str], parts: Mapping[str, Any]) -> None:
+    """Raise ValueError for matrices that the layer could not compute with: an error in the middle of a step ends vLLM
+    for everybody. vLLM's own slots pad them with zeros. `names`: of the parts of a layer that joins several."""
+    stacks = getattr(layer, "lora_a_stacked", ())
+    if not (isinstance(stacks, tuple) and stacks and isinstance(stacks[0], Slots)):
+        return
+    widths = [stack.shape[-2] for stack in layer.lora_b_stacked]
+    for number, name in enumerate(names):
+        if (part := parts.get(name)) is None:
+            continue
+        (rank, inputs), (outputs, other) = part.lora_a.shape, part.lora_b.shape
+        alone = len(names) == len(widths)  # else a matrix of the file is that of several slices
+        fits = outputs == widths[number] if alone else outputs <= sum(widths)
+        if rank != other or inputs != stacks[0].shape[-1] or not fits:
+            raise ValueError(
+                f"the adapter has matrices {rank} x {inputs} and {outputs} x {other} for {name}, which has "
+                f"{stacks[0].shape[-1]} inputs and {widths[number] if alone else sum(widths)} outputs"
+            )

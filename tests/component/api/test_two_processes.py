@@ -340,6 +340,7 @@ async def test_on_sqlite_the_samples_of_a_process_of_another_name_are_forwarded(
         await settle()
         for _ in range(MISSES):
             await periodic_work["looking after the other API processes"]()
+        await periodic_work["forwarding samples that were left"]()
         assert tokens(await second.result(request_id)) == [[0, 1, 2]]
 
 

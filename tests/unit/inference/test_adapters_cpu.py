@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     from skyrl.inference.vllm_plugin import adapters_cpu
     from skyrl.inference.vllm_plugin.adapters_cpu import opened, refer
     from skyrl.inference.vllm_plugin.punica import Groups, add_grouped
-    from skyrl.inference.vllm_plugin.slots import Slots
+    from skyrl.inference.vllm_plugin.slots import Slots, check_sizes
 
 SLOTS, MOST, HIDDEN, WIDTHS = 3, 8, 6, (5, 4)
 
@@ -79,6 +79,33 @@ def test_a_matrix_is_kept_in_the_dtype_of_the_slots_and_must_fit_them() -> None:
         Slots(torch.zeros(SLOTS, 1, MOST, HIDDEN)).put(0, torch.zeros(1, HIDDEN + 1))
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "says"),
+    [
+        ((2, HIDDEN - 1), (WIDTHS[0], 2), "which has 6 inputs and 5 outputs"),
+        ((2, HIDDEN), (WIDTHS[0] - 1, 2), "4 x 2 for gate"),
+        ((2, HIDDEN), (WIDTHS[0], 3), "5 x 3 for gate"),
+    ],
+)
+def test_matrices_that_the_layer_could_not_compute_with_are_refused_before_they_take_a_slot(
+    a: tuple[int, int], b: tuple[int, int], says: str
+) -> None:
+    made = layer()
+    good: dict[str, Any] = {"gate": part((2, HIDDEN), (WIDTHS[0], 2)), "up": part((2, HIDDEN), (WIDTHS[1], 2))}
+    bad = good | {"gate": part(a, b)}
+    check_sizes(made, ["gate", "up"], bad)  # vLLM's own slots pad them
+    refer(made)
+    check_sizes(made, ["gate", "up"], good)
+    check_sizes(made, ["gate_up"], {"gate_up": part((2, HIDDEN), (sum(WIDTHS), 2))})
+    check_sizes(made, ["gate", "up"], {})
+    with pytest.raises(ValueError, match=says):
+        check_sizes(made, ["gate", "up"], bad)
+
+
+def part(a: tuple[int, int], b: tuple[int, int]) -> SimpleNamespace:
+    return SimpleNamespace(lora_a=torch.zeros(a), lora_b=torch.zeros(b))
+
+
 def test_layers_that_divide_the_rank_keep_vllms_slots() -> None:
     made = layer()
     made.lora_config.fully_sharded_loras = True
@@ -120,3 +147,17 @@ def test_a_mapped_tensor_outlives_its_file_and_can_be_scaled(tmp_path: Path, mon
         assert plain.get_tensor("b").sum() == 6
     file.unlink()
     assert mapped.sum() == 12
+
+
+def test_a_file_is_read_where_the_tmpfs_has_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mapped file would take it as long as vLLM keeps the adapter."""
+    monkeypatch.setattr(adapters_cpu, "SHARED_MEMORY", f"{tmp_path}/")
+    monkeypatch.setattr(adapters_cpu, "ROOM", 2**60)
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({"b": torch.ones(3, 2)}, file)
+    with opened(str(file), "pt") as own:
+        tensor = own.get_tensor("b")
+    with file.open("r+b") as changed:
+        changed.seek(-24, 2)
+        changed.write(bytes(24))
+    assert tensor.sum() == 6, "it is a copy"
