@@ -44,10 +44,14 @@ def count_waits() -> None:
 
 def waits_of(scheduler: Any) -> Counter[str]:
     """The number of waiting requests for each reason."""
-    waits = Counter(map(_deferred_by, scheduler.deferred_waiting))
+    held = scheduler.deferred_waiting
+    adapters = {each.lora_request.lora_int_id for each in scheduler.running if held and each.lora_request is not None}
+    full = scheduler.lora_config is not None and len(adapters) >= scheduler.lora_config.max_loras
+    out_of = _step_ran_out_of(scheduler)
+    waits = Counter(_deferred_by(request, adapters if full else None) or out_of for request in held)
     _, waiting = scheduler.get_request_counts()
     if (left := waiting - waits.total()) > 0:
-        waits[_step_ran_out_of(scheduler)] += left
+        waits[out_of] += left
     return waits
 
 
@@ -62,12 +66,15 @@ def bounds_of(scheduler: Any) -> dict[str, int]:
     return bounds if lora is None else bounds | {ADAPTERS: lora.max_loras}
 
 
-def _deferred_by(request: Request) -> str:
+def _deferred_by(request: Request, adapters: set[int] | None) -> str | None:
+    """What a request waits for that vLLM has put aside, at this step or an earlier one; None: for what the step ran out
+    of. `adapters`: those that run, if there is no room for another one."""
     if request.status not in _READY:
         return OTHER
     if getattr(request, "skyrl_held", False):
         return TURN
-    return ADAPTERS if request.lora_request is not None else OTHER
+    lora = request.lora_request
+    return ADAPTERS if adapters is not None and lora is not None and lora.lora_int_id not in adapters else None
 
 
 def _step_ran_out_of(scheduler: Any) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,6 +219,26 @@ def test_what_a_step_ran_out_of_is_why_the_others_wait(config: VllmConfig) -> No
     sent = {name: number for name, number in stats.num_kv_fetch_reqs_by_stage.items() if name.startswith("skyrl_")}
     assert sent["skyrl_waits_seats"] == 3
     assert (sent["skyrl_waits_cache"], sent["skyrl_bound_seats"], len(sent)) == (0, 2, 9)
+
+
+def test_of_what_is_put_aside_only_another_adapter_waits_for_a_place(config: VllmConfig) -> None:
+    """vLLM keeps a request aside until it runs, also when its adapter has a place again."""
+    seats = Cache(config)
+    seats.scheduler.max_num_active_reqs = 2
+    for _ in range(4):
+        seats.add(64)
+    seats.step()
+    one, two = SimpleNamespace(lora_int_id=1), SimpleNamespace(lora_int_id=2)
+    for running in seats.scheduler.running:
+        running.lora_request = one  # type: ignore[assignment]
+    seats.scheduler.lora_config = lora = SimpleNamespace(max_loras=1)  # type: ignore[assignment]
+    for adapter in (one, two):
+        request = seats.scheduler.waiting.pop_request()
+        request.lora_request = adapter  # type: ignore[assignment]
+        seats.scheduler.deferred_waiting.add(request)
+    assert waits_of(seats.scheduler) == {"seats": 1, "adapters": 1}
+    lora.max_loras = 2
+    assert waits_of(seats.scheduler) == {"seats": 2}
 
 
 def test_a_prompt_that_other_samples_hold_is_not_counted_as_given_back(config: VllmConfig) -> None:
