@@ -340,7 +340,9 @@ async def test_the_box_has_the_parts_of_each_base_model(two_models: Api, shared:
     assert list(models) == [STUDENT, TEACHER, JUDGE]
     assert models[STUDENT]["trainer"]["run_s"] == {"STEP": 2.0}
     assert [models[name]["trainer"] for name in (TEACHER, JUDGE)] == [None, None]
-    assert [model["vllm"] for model in models.values()] == [[{"replica": 0, "running": n}] for n in (0, 1, 2)]
+    assert [model["vllm"] for model in models.values()] == [
+        [{"replica": 0, "why": [], "running": n}] for n in (0, 1, 2)
+    ]
     assert [model["inference"]["published"] for model in models.values()] == [True, True, False]
     assert set(box) == {
         "server",
