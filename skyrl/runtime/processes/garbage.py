@@ -20,9 +20,9 @@ YOUNG_S = 0.1
 which takes some milliseconds; an idle process pays some microseconds."""
 ALL_S = 600.0
 """Seconds between two passes over all objects but those of the start: 0.1 to 0.4 s beside 8,192 waiting polls."""
-LOOK_S, GROWN_BYTES = 5.0, 2**28
+LOOK_S, GROWN_BYTES = 5.0, 2**30
 """Seconds between two looks at the resident memory, and the growth since the last pass over all objects that asks for
-another: old cycles may hold much, such as a traceback with a body."""
+another: old cycles may hold much, such as a traceback with a body. 8,192 polls take a quarter of that."""
 
 
 def collect_by_the_clock() -> None:
