@@ -96,10 +96,9 @@ MAX_TOPK = 64
 """The managed vLLM is started with one more (`--max-logprobs`)."""
 MAX_PROMPT_SCORES = 2**17
 """Target ids and drawn tokens of one request, times 1 + topk_prompt_logprobs, the cells that vLLM sends."""
-MAX_PROMPT_CELLS, MAX_REPEATED_CELLS = 2**19, 2**23
+MAX_PROMPT_CELLS = 2**19
 """Prompt tokens, times 1 + topk_prompt_logprobs, of a request for prompt logprobs. vLLM's answer has some 80 bytes for
-each, or 11 with skyrl's plugin, and vLLM's front end does nothing else while it writes them. The second bound is for
-these times `num_samples`: vLLM computes and keeps them for each sequence."""
+each, or 11 with skyrl's plugin, and vLLM's front end does nothing else while it writes them."""
 MAX_ECHOED = 2**24
 """Prompt tokens, times `num_samples`: vLLM repeats the ids of the prompt for every sequence, some 7 bytes each."""
 MAX_SAMPLED = 2**24
@@ -223,12 +222,6 @@ def _check_answer_size(request: SampleRequest, length: int, max_tokens: int | No
             f"a prompt of {length} tokens is longer than the {MAX_PROMPT_CELLS // columns} whose logprobs one request "
             f"may ask for{extra}",
             field="prompt_logprobs" if columns == 1 else "topk_prompt_logprobs",
-        )
-    if (wants_rows or columns > 1) and request.num_samples * length * columns > MAX_REPEATED_CELLS:
-        raise RequestError(
-            f"{request.num_samples} samples of a prompt of {length} tokens with logprobs of the prompt are more than "
-            f"the {MAX_REPEATED_CELLS // (length * columns)} that one request may ask for: score the prompt apart",
-            field="num_samples",
         )
     if request.sampling_params.temperature and length * request.num_samples > MAX_ECHOED:
         raise RequestError(

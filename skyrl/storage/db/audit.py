@@ -31,6 +31,8 @@ class AuditEvent:
 STRANGERS_S, MAX_TOLD = 3600.0, 10_000
 """A tenant who uses another one's published checkpoint, as often as it likes, adds one event of a kind in so many
 seconds to the owner's log, from each process that has not forgotten it among so many."""
+_OFTEN = ("checkpoint_sampled", "checkpoint_downloaded")
+"""What costs a stranger nothing."""
 _told: OrderedDict[tuple[Any, ...], float] = OrderedDict()
 """When this process has last recorded a stranger's event."""
 _telling = threading.Lock()
@@ -40,10 +42,10 @@ def record(connection: Connection, tenant: str, event: str, **details: Any) -> N
     """Add an event in the transaction that makes the change.
 
     `event` is `<resource>_<action>` (`checkpoint_created`). `details` are JSON values. An event on a checkpoint has
-    `tinker_path` and `model_id` among them, and that of a stranger `reader`: then one in STRANGERS_S is enough.
+    `tinker_path` and `model_id` among them, and that of a stranger `reader`: of _OFTEN one in STRANGERS_S is enough.
     """
     now = time.time()
-    if "reader" in details:
+    if "reader" in details and event in _OFTEN:
         key = tenant, event, details["reader"], details["tinker_path"]
         with _telling:
             told = _told.get(key, -math.inf)
