@@ -70,8 +70,8 @@ async def run_background(services: Services) -> None:
     async with asyncio.TaskGroup() as group:
         for name, period_s, action in _repeated_work(services):
             group.create_task(repeat(name, period_s, action))
-        left = services.ownership
-        group.create_task(repeat("forwarding samples that were left", BEAT_S, left.forward_left, rung=left.adopted))
+        own = services.ownership
+        group.create_task(repeat("forwarding samples that were left", BEAT_S, own.forward_left, rung=own.adopted))
         group.create_task(once("measuring the event loop", services.metrics.lag.run))
         group.create_task(once("talking to the other API processes", services.notifier.run))
 

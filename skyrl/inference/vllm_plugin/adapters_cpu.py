@@ -1,9 +1,9 @@
 """Adapters of a vLLM on a CPU, computed with where they lie: no slot has a copy of a linear layer's matrices.
 
 vLLM reads an adapter's file tensor by tensor, writes zeros into a slot of each layer, and copies the matrices there: a
-new version of an adapter for SmolLM2-135M (9.8 million numbers) took 60 ms of one core before its first token, and its
-matrices were twice in memory. `Slots` refers to the matrices instead, in their own rank. A file in a tmpfs, where
-unnamed saves are handed over, is mapped; one on a disk is read, because a mapped file that is cut off ends the process.
+new version's first token waits for that, and the matrices are twice in memory. `Slots` refers to the matrices instead,
+in their own rank. A file in a tmpfs, where unnamed saves are handed over, is mapped; one on a disk is read, because a
+mapped file that is cut off ends the process.
 
 Knows vLLM's linear layers and how they fill their slots. Experts, the output layer and layers that divide an adapter's
 rank among processes keep vLLM's slots.

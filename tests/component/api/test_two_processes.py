@@ -340,6 +340,8 @@ async def test_on_sqlite_the_samples_of_a_process_of_another_name_are_forwarded(
         await settle()
         for _ in range(MISSES):
             await periodic_work["looking after the other API processes"]()
+        assert len(upstream.completions) == 1, "a round sends heartbeats, and does not wait for samples that were left"
+        assert second.services.admission.requests == 1, "they count from then on"
         await periodic_work["forwarding samples that were left"]()
         assert tokens(await second.result(request_id)) == [[0, 1, 2]]
 
