@@ -34,6 +34,7 @@ from skyrl.engine.telemetry import CommandTracing
 from skyrl.engine.threads import EngineSignals, EngineThreads
 from skyrl.inference.engine_group import EngineGroup
 from skyrl.storage.checkpoint_store.base import MANIFEST, NotStored
+from skyrl.storage.checkpoint_store.directories import is_scratch, safe_name, subdirectories
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.storage.db.checkpoints import checkpoints
@@ -277,6 +278,17 @@ class Harness:
         """The directory of an adapter version."""
         assert isinstance(weights, AdapterVersion)
         return version_directory(self.config.state_dir, weights)
+
+    def versions(self, model_id: str) -> list[Path]:
+        """The directories of a model's adapter versions, in order: not those of a copy to the disk, which goes on after
+        an unnamed save is answered."""
+        directory = self.config.adapters_dir / safe_name(model_id)
+        return [path for path in subdirectories(directory) if not is_scratch(path)]
+
+    async def copied(self) -> None:
+        """Wait until what unnamed saves hold in memory is on the disk."""
+        adapters = self.config.adapters_dir
+        await until(lambda: not any(is_scratch(path) or path.is_symlink() for path in adapters.glob("*/**/*")))
 
     def checkpoint_rows(self, model_id: str) -> list[Any]:
         query = select(checkpoints).where(checkpoints.c.model_id == model_id).order_by(checkpoints.c.name)

@@ -79,6 +79,7 @@ async def test_an_adapter_missing_in_vllm_and_on_disk_is_fetched_for_a_sample(
 async def test_samples_fail_if_the_adapters_files_are_lost(world: World, upstream: FakeUpstream) -> None:
     trainer = await world.trainer()
     saved = await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+    await world.harness.copied()
     shutil.rmtree(world.harness.config.adapters_dir)
     upstream.adapters = set()
     failed = await sampled(world, saved["sampling_session_id"])
@@ -96,6 +97,7 @@ async def test_a_sample_of_weights_that_were_lost_with_the_power_says_to_save_ag
     trainer = await world.trainer()
     saved = await trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
     directory = world.harness.adapter(AdapterVersion.of(trainer.model_id, 1))
+    await world.harness.copied()
     shutil.rmtree(directory)
     directory.mkdir()
     (directory / "adapter_model.safetensors").symlink_to(directory / "gone")

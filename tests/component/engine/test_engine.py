@@ -357,14 +357,13 @@ async def test_an_ended_session_frees_its_models_and_files(harness: Harness, mon
     assert harness.model_row(other.model_id).status == "ready"
     assert set(rank_of(harness.backend).adapters) == {other.model_id}
     assert harness.scheduler.waiting == 0
-    adapters = harness.config.adapters_dir / safe_name(trainer.model_id)
     await harness.sweep()
-    assert len(list(adapters.iterdir())) == 2, "both versions are too young to be deleted"
+    assert len(harness.versions(trainer.model_id)) == 2, "both versions are too young to be deleted"
     monkeypatch.setattr(sweeping, "GRACE_S", 0.0)
     await harness.sweep()
     await harness.sweep()
-    assert [path.name for path in adapters.iterdir()] == ["v000001"], "only the named version stays"
-    assert len(list((harness.config.adapters_dir / safe_name(other.model_id)).iterdir())) == 2
+    assert [path.name for path in harness.versions(trainer.model_id)] == ["v000001"], "only the named version stays"
+    assert len(harness.versions(other.model_id)) == 2
     assert all(harness.stored(row) for row in harness.checkpoint_rows(trainer.model_id))
     assert (await other.step(2))["optimizer_step"] == 2
 

@@ -23,7 +23,6 @@ from skyrl.base.types.weights import AdapterVersion
 from skyrl.engine import save_limits
 from skyrl.engine.sweeping import GRACE_S
 from skyrl.storage import shares
-from skyrl.storage.checkpoint_store.directories import safe_name
 from skyrl.storage.db import adapter_versions, quotas
 from skyrl.storage.db import futures as rows
 from skyrl.storage.db.adapter_versions import NEWEST, NOTICE_S, SamplerDropped, samplers
@@ -84,8 +83,7 @@ async def sweep(harness: Harness, clock: Clock) -> None:
 
 def versions(harness: Harness, model_id: str) -> list[int]:
     """The versions of a model with files on the disk."""
-    directory = harness.config.adapters_dir / safe_name(model_id)
-    return sorted(int(path.name.removeprefix("v")) for path in directory.iterdir())
+    return [int(path.name.removeprefix("v")) for path in harness.versions(model_id)]
 
 
 def pending(harness: Harness, sampler_id: str) -> None:
@@ -220,7 +218,7 @@ async def test_unnamed_saves_count_as_stored_bytes_and_fail_beyond_the_quota(tmp
         await harness.start()
         trainer = await Trainer.create(harness)
         first = await save(trainer, 0)
-        (directory,) = (harness.config.adapters_dir / safe_name(trainer.model_id)).iterdir()
+        (directory,) = harness.versions(trainer.model_id)
         size = sum(map(len, files_in(directory).values()))
         assert size > 1000
         assert harness.database.read(lambda c: quotas.stored_bytes(c, "tenant")) == size
