@@ -47,6 +47,7 @@ from skyrl.sampling.quota_account import Bounds, QuotaLimits
 from skyrl.sampling.quotas import Quotas
 from skyrl.sampling.servers import CurrentWeightsCheck, EngineEndpoint, FixedEndpoint
 from skyrl.sampling.service import SampleOwnership, SampleService
+from skyrl.sampling.slots import Slots, by_number, by_work
 from skyrl.storage.checkpoint_store.registry import open_store, saves_disk
 from skyrl.storage.db.adapter_versions import AdapterUses
 from skyrl.storage.db.agents import AgentSessions, AgentTurns
@@ -204,7 +205,7 @@ class Services:
         watch = EngineWatch(state, config.modes, _servers(runtime, database), config.role.state_keys[0], context)
         adapters = self._adapters(config, watch)
         current_weights = CurrentWeightsCheck(database, config.role.own) if config.full_finetuning else None
-        transport = HttpClient(config.forwarding_inference_max_connections)
+        transport = HttpClient()
         external = config.external_inference_url
         client = None
         if config.modes.forwards:
@@ -228,6 +229,7 @@ class Services:
             metrics.samples,
             runs=self.counter.runs,
             order=FairOrder() if config.modes.own_inference or config.external_inference_priority else None,
+            slots=_slots(config),
             admission=self.admission,
             quotas=self.quotas,
             refusals=self.metrics.refusals,
@@ -309,6 +311,16 @@ def _adapter_places(config: ServerConfig) -> int | None:
     if config.full_finetuning or not config.modes.manages_inference:
         return None
     return backend.lora.slots * backend.inference.num_engines
+
+
+def _slots(config: ServerConfig) -> Slots | None:
+    """None for inference servers that skyrl does not run, unless the operator has set a bound."""
+    if (most := config.forwarding_inference_max_connections) is not None:
+        return Slots(by_number(most), config.forwarding_deadline_s)
+    if not config.modes.manages_inference:
+        return None
+    inference = config.backend_config.inference
+    return Slots(by_work(inference.max_num_seqs, inference.num_engines), config.forwarding_deadline_s)
 
 
 def _probe(config: ServerConfig, transport: HttpClient, api_key: str | None) -> AdapterProbe | None:

@@ -127,7 +127,7 @@ def serve(
     ] = None,
     forwarding_inference_max_connections: Annotated[
         str | None,
-        typer.Option(metavar="INTEGER", help="Connections to the inference server; none: no limit. Default: none."),
+        typer.Option(metavar="INTEGER", help="Samples at the inference server at a time. Default: chosen."),
     ] = None,
     forwarding_deadline_s: Annotated[
         float | None, typer.Option(help="How long one sample may take, with repeats, in seconds. Default: 600.")

@@ -30,7 +30,6 @@ from skyrl.http.connection import (
     Connection,
     HeaderList,
     Interrupted,
-    NotAccepted,
     Pool,
     address_of,
     connect,
@@ -295,23 +294,15 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class HttpClient:
-    """Keeps unused connections by origin and takes the most recently used first. At most `max_connections` posts and
-    streams run at once; None is unlimited. `memory_bytes` is for all large answers together. `max_bytes` bounds the
-    body of a 2xx answer: no more is read, and the connection of a longer one is closed. So is that of a caller that is
-    cancelled: the server learns that nobody needs the answer.
+    """Keeps unused connections by origin and takes the most recently used first. `memory_bytes` is for all large
+    answers together. `max_bytes` bounds the body of a 2xx answer: no more is read, and the connection of a longer one
+    is closed. So is that of a caller that is cancelled: the server learns that nobody needs the answer.
 
     Header values are not checked: they come from the configuration, from ids that the server made, or from a request
     that was parsed."""
 
-    def __init__(
-        self,
-        max_connections: int | None = None,
-        *,
-        memory_bytes: float = MEMORY_BYTES,
-        connect_s: float = CONNECT_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, *, memory_bytes: float = MEMORY_BYTES, connect_s: float = CONNECT_TIMEOUT_S) -> None:
         self.pool = Pool()
-        self._slots = None if max_connections is None else asyncio.Semaphore(max_connections)
         self._memory = SharedMemory(memory_bytes)
         self._connect_s = connect_s
 
@@ -329,26 +320,19 @@ class HttpClient:
         address = address_of(url)
         request = _encode("POST", address, body, headers, 0 if rest is None else rest.size)
         deadline = asyncio.get_running_loop().time() + timeout_s
-        if self._slots is None:
-            return await self._exchange(address, request, deadline, max_bytes, rest)
-        await self._take_slot(deadline)
-        try:
-            return await self._exchange(address, request, deadline, max_bytes, rest)
-        finally:
-            self._slots.release()
+        return await self._exchange(address, request, deadline, max_bytes, rest)
 
     async def get(
         self, url: str, headers: Mapping[str, str], timeout_s: float, max_bytes: int = CONTROL_ANSWER_BYTES
     ) -> Answer:
-        """Not bounded by `max_connections`: a health check must not wait until a post has ended. Raises NotAccepted and
-        Interrupted."""
+        """Raises NotAccepted and Interrupted."""
         address = address_of(url)
         deadline = asyncio.get_running_loop().time() + timeout_s
         return await self._exchange(address, _encode("GET", address, b"", headers), deadline, max_bytes)
 
     async def open_stream(self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> AnswerStream:
-        """Post a request, and return its answer once the head is there. The caller must close the stream, whose
-        connection is one of `max_connections`. Raises NotAccepted and Interrupted."""
+        """Post a request, and return its answer once the head is there. The caller must close the stream.
+        Raises NotAccepted and Interrupted."""
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode("latin-1")
         return await self.open("POST", url, b"", lines, body, len(body), timeout_s=timeout_s)
 
@@ -378,34 +362,11 @@ class HttpClient:
         """A connection for one request, which the caller sends with `ask`. Raises NotAccepted."""
         address = address_of(url)
         deadline = asyncio.get_running_loop().time() + timeout_s
-        await self._take_slot(deadline)
-        try:
-            connection = self.pool.take(address.origin) or await self._connect(address, deadline)
-        except BaseException:
-            self._give_slot()
-            raise
-
-        def on_close() -> None:
-            self.pool.give_back(address.origin, connection)
-            self._give_slot()
-
-        stream = AnswerStream(connection, on_close)
+        connection = self.pool.take(address.origin) or await self._connect(address, deadline)
+        stream = AnswerStream(connection, lambda: self.pool.give_back(address.origin, connection))
         if deadline < math.inf:
             stream.end_at(deadline)
         return stream
-
-    async def _take_slot(self, deadline: float) -> None:
-        if self._slots is None:
-            return
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._slots.acquire()
-        except TimeoutError as error:
-            raise NotAccepted("no connection was free in time") from error
-
-    def _give_slot(self) -> None:
-        if self._slots is not None:
-            self._slots.release()
 
     async def _exchange(
         self, address: Address, request: bytes, deadline: float, max_bytes: int, rest: Pieces | None = None

@@ -26,10 +26,10 @@ from skyrl.base.wire.sample_request import SampleRequest
 from skyrl.runtime.metrics.tallies import outcome_label
 from skyrl.runtime.tracing import current_trace
 from skyrl.sampling.client import ForwardingClient
-from skyrl.sampling.gate import Entry, SamplingGate
+from skyrl.sampling.gate import Entry, SamplingGate, Turn
 from skyrl.sampling.job import FeatureGuard, SampleJob, make_job
 from skyrl.sampling.pictures import PictureIngress
-from skyrl.sampling.retries import SampleProgress
+from skyrl.sampling.retries import SampleProgress, SampleWait
 from skyrl.sampling.servers import CurrentWeightsCheck
 from skyrl.storage.db.adapter_versions import dropped_sentence
 from skyrl.storage.db.faults import DatabaseError
@@ -87,7 +87,8 @@ logger = logging.getLogger(__name__)
 
 
 class ForwardedSamples:
-    """Owns the tasks, by request id. `client` is None if the engine samples; then nobody calls `start`."""
+    """Owns the tasks, by request id, each with its turn at the gate. `client` is None if the engine samples; then
+    nobody calls `start`."""
 
     def __init__(
         self,
@@ -100,33 +101,38 @@ class ForwardedSamples:
         self._futures = futures
         self._samplers = samplers
         self._gate = gate
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, tuple[asyncio.Task[None], Turn]] = {}
         self.completed = 0
         """Samples whose inference server returned a result."""
         gate.metrics.watch_events(lambda: {} if client is None else client.counts)
 
     def __len__(self) -> int:
-        return len(self._tasks)
+        return len(self._running)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._tasks
+        return request_id in self._running
 
     def progress(self, request_id: str) -> SampleProgress | None:
-        """Where a sample stands after its turn under the quota has come; None for others."""
-        return None if self._client is None else self._client.running.progress(request_id)
+        """Where a sample stands that its quota does not hold back; None for others."""
+        if self._client is None or (running := self._running.get(request_id)) is None:
+            return None
+        _, turn = running
+        if turn.waits_since is not None:
+            return SampleProgress(SampleWait.TURN, time.perf_counter() - turn.waits_since, turn.has_adapter)
+        return self._client.running.progress(request_id)
 
     def adapters_in_flight(self) -> int:
         return 0 if self._client is None else self._client.running.adapters
 
     def start(self, job: SampleJob, sampler: Sampler, entry: Entry) -> None:
         """Forward a sample that is recorded. `entry` leaves the gate when the sample has ended."""
-        began = time.perf_counter()
-        task = asyncio.create_task(self._forward(job, sampler, entry, began))
-        self._tasks[job.request_id] = task
+        began, turn = time.perf_counter(), self._gate.turn(entry, job, sampler)
+        task = asyncio.create_task(self._forward(job, sampler, turn, began))
+        self._running[job.request_id] = task, turn
         self._gate.ages.begin(job.request_id, began)
 
         def end(task: asyncio.Task[None]) -> None:
-            self._tasks.pop(job.request_id, None)
+            self._running.pop(job.request_id, None)
             self._gate.ages.end(job.request_id)
             if task.cancelled():
                 self._gate.metrics.cancelled()
@@ -135,9 +141,9 @@ class ForwardedSamples:
 
         task.add_done_callback(end)
 
-    async def _forward(self, job: SampleJob, sampler: Sampler, entry: Entry, began: float) -> None:
+    async def _forward(self, job: SampleJob, sampler: Sampler, turn: Turn, began: float) -> None:
         assert self._client is not None
-        turn, upstream_s = self._gate.turn(entry, job, sampler), 0.0
+        upstream_s = 0.0
         try:
             async with turn:
                 turn.used = answer = await self._client.sample(job, turn.priority)
@@ -174,15 +180,15 @@ class ForwardedSamples:
     def cancel(self, request_ids: list[str]) -> None:
         """Stop forwarding these samples. The connection is closed, so vLLM stops, too."""
         for request_id in request_ids:
-            if (task := self._tasks.get(request_id)) is not None:
-                task.cancel()
+            if (running := self._running.get(request_id)) is not None:
+                running[0].cancel()
 
     async def drain(self, grace_s: float) -> None:
         """Wait until all samples have ended, then cancel those that still run after `grace_s`. Cancelled samples stay
         pending, and the next start of this process forwards them again."""
-        if self._tasks:
-            await asyncio.wait(list(self._tasks.values()), timeout=grace_s)
-        unfinished = list(self._tasks.values())
+        if self._running:
+            await asyncio.wait([task for task, _ in self._running.values()], timeout=grace_s)
+        unfinished = [task for task, _ in self._running.values()]
         for task in unfinished:
             task.cancel()
         if unfinished:

@@ -6,7 +6,8 @@ Samples, OpenAI requests, agents' turns and the engine's own samples all take th
 
 `Admission` bounds the samples that wait, for all tenants together and for each tenant. `FairOrder` is start-time fair
 queueing. Its time is virtual: it counts the tokens that a tenant with waiting samples has been given. The samples of a
-tenant take up intervals of this time, one after another. vLLM runs the sample with the lowest priority number next.
+tenant take up intervals of this time, one after another. The sample with the lowest priority number is sent next
+(`slots`), and vLLM runs it next.
 
 Knows tenants, numbers of tokens, and the names of servers that have answered; does not know what a request asks for,
 nor how it is sent.
@@ -22,12 +23,13 @@ from typing import Protocol
 
 import msgspec
 
-from skyrl.base.types.weights import BaseWeights, WeightsRef
+from skyrl.base.types.weights import AdapterVersion, BaseWeights, WeightsRef
 from skyrl.base.wire.errors import OverQuota, RequestError
 from skyrl.inference.vllm_plugin.protocol import TENANT_TAGS
 from skyrl.sampling.metrics import Ages, Refusal, RefusalMetrics, SampleMetrics, Used
 from skyrl.sampling.quota_account import Ticket
 from skyrl.sampling.quotas import Quotas
+from skyrl.sampling.slots import Sent, Slots
 from skyrl.storage.db.run_steps import Tenanted
 from skyrl.storage.db.usage import RunSamples, UsageKey, sample_amounts
 from skyrl.storage.shares import is_over
@@ -99,14 +101,11 @@ RECENT = 1_000
 """Every so many answers, servers that have given none of them are forgotten: they may be idle or gone."""
 
 
-class Work(Protocol):
+class Work(Sent, Protocol):
     """What the cost of a sample is estimated from."""
 
     @property
     def prompt_tokens(self) -> int: ...
-
-    @property
-    def num_samples(self) -> int: ...
 
     @property
     def max_tokens(self) -> int | None: ...
@@ -122,7 +121,8 @@ class _Tenant:
 
 # Every sample makes one. As a frozen dataclass that would take three times as long.
 class Place(msgspec.Struct, frozen=True):
-    """The start of a sample's interval, and its priority for vLLM: lower numbers run earlier.
+    """The start of a sample's interval, its priority for vLLM (lower numbers run earlier), and the expected length of
+    its sequences in tokens.
 
     The priority is the middle of the interval, because all sequences of a sample (up to thousands) share one priority.
     """
@@ -130,6 +130,7 @@ class Place(msgspec.Struct, frozen=True):
     tenant: str
     start: int
     priority: int
+    length: float
 
 
 class FairOrder:
@@ -166,7 +167,7 @@ class FairOrder:
         start = max(self.now, state.end)
         state.end = start + cost
         state.in_flight += 1
-        return Place(tenant, start, start + cost // 2)
+        return Place(tenant, start, start + cost // 2, length)
 
     def leave(self, place: Place, sequences: int, used: Used | None, server: str | None = None) -> None:
         """The sample has ended. `used` is None if it did not run, or if that is unknown. `server` is the name of the
@@ -180,6 +181,8 @@ class FairOrder:
         self._advance(place.start, server)
         length = used.sampled_tokens / sequences
         average = self._lengths.get(place.tenant)
+        if average is not None and place.length <= length < average:
+            return  # its bound cut it off, as that of a prompt that is only scored
         if average is None and len(self._lengths) >= MAX_LENGTHS:
             self._lengths.clear()
         self._lengths[place.tenant] = length if average is None else average + WEIGHT * (length - average)
@@ -215,9 +218,9 @@ class Payer(Protocol):
 
 
 class SamplingGate:
-    """The gate of one base model. `count` adds amounts to the usage, `runs` counts samples. `order` is
-    None if the inference server ignores priorities. `admission` and `quotas` are those of the process; the engine has
-    none, because an API process has let its samples in."""
+    """The gate of one base model. `count` adds amounts to the usage, `runs` counts samples. `order` is None if the
+    inference server ignores priorities, `slots` if any number of requests is sent to it. `admission` and `quotas` are
+    those of the process; the engine has none, because an API process has let its samples in."""
 
     def __init__(
         self,
@@ -226,6 +229,7 @@ class SamplingGate:
         *,
         runs: RunSamples | None = None,
         order: FairOrder | None = None,
+        slots: Slots | None = None,
         admission: Admission | None = None,
         quotas: Quotas | None = None,
         refusals: RefusalMetrics | None = None,
@@ -234,12 +238,15 @@ class SamplingGate:
         self.metrics = metrics
         self.runs = runs or RunSamples()
         self.order = order
+        self.slots = slots
         self._admission = admission
         self._quotas = quotas
         self._refusals = refusals or RefusalMetrics()
         self.ages = Ages()
         """Of the requests in flight, as the metrics show them."""
         metrics.watch(self.ages)
+        if slots is not None:
+            metrics.watch_held_back(lambda: slots.waiting)
 
     def enter(self, tenant: str, size: int) -> Entry:
         """Count a request of `size` bytes. Raises RequestError 429 if too many wait."""
@@ -308,11 +315,13 @@ class Entry(msgspec.Struct, eq=False):
 
 # Every sample makes one. A generator with a decorator would take four times as long.
 class Turn(msgspec.Struct, eq=False):
-    """The time in which a request is sent and answered (`async with`).
+    """The time in which a request is sent and answered (`async with`). To enter it raises FailedRequest if the
+    inference server answers nothing while the request waits to be sent.
 
     Set `used` as soon as it is known what the request has used, and `server` to the replica that a router has named.
     `priority` is for vLLM: lower numbers run earlier, and the number modulo TENANT_TAGS tells tenants apart. None if
-    the inference server ignores priorities. `waited_s`: how long the request waited for tokens of its tenant's quota.
+    the inference server ignores priorities. `waited_s`: how long the request waited for tokens of its tenant's quota,
+    and to be sent. `waits_since`: since when it waits to be sent (`time.perf_counter`); None if it does not.
     """
 
     _gate: SamplingGate
@@ -320,32 +329,55 @@ class Turn(msgspec.Struct, eq=False):
     _work: Work
     _payer: Payer
     _place: Place | None = None
+    _part: float = 0.0
+    """Of what may be with the inference server; 0 if this is not with it."""
     priority: int | None = None
     waited_s: float = 0.0
+    waits_since: float | None = None
     used: Used | None = None
     server: str | None = None
+
+    @property
+    def has_adapter(self) -> bool:
+        return isinstance(self._payer.weights, AdapterVersion)
 
     async def __aenter__(self) -> Turn:
         if self._ticket is not None and self._ticket.not_before is not None:
             began = time.perf_counter()
             await self._ticket.wait_turn()
             self.waited_s = time.perf_counter() - began
-        if (order := self._gate.order) is not None:
-            tenant = self._payer.tenant
+        gate, tenant = self._gate, self._payer.tenant
+        if (order := gate.order) is not None:
             place = self._place = order.enter(tenant, self._work)
             self.priority = place.priority * TENANT_TAGS + zlib.crc32(tenant.encode()) % TENANT_TAGS
         if (run := _run_of(self._payer)) is not None:
-            self._gate.runs.begin(run, time.perf_counter())
+            gate.runs.begin(run, time.perf_counter())
+        if (slots := gate.slots) is not None:
+            part = slots.part_of(self._work, 0.0 if self._place is None else self._place.length)
+            if not slots.take(tenant, part):
+                await self._wait(slots, part)
+            self._part = part
         return self
 
+    async def _wait(self, slots: Slots, part: float) -> None:
+        self.waits_since = time.perf_counter()
+        try:
+            await slots.wait(self._payer.tenant, part, self.priority or 0)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        self.waited_s += time.perf_counter() - self.waits_since
+        self.waits_since = None
+
     async def __aexit__(self, *_: object) -> None:
-        gate, used, ticket = self._gate, self.used, self._ticket
+        gate, used, ticket, payer = self._gate, self.used, self._ticket, self._payer
         if ticket is not None:  # ends before the client gets the answer and sends its next request
             ticket.used = 0 if used is None else used.prompt_tokens + used.sampled_tokens
             ticket.end()
+        if gate.slots is not None and self._part:
+            gate.slots.give_back(payer.tenant, self._part, answered=used is not None)
         if gate.order is not None and self._place is not None:
             gate.order.leave(self._place, self._work.num_samples, used, self.server)
-        payer = self._payer
         if (run := _run_of(payer)) is not None:
             counts = (
                 (0, 0, 0.0, 0) if used is None else (used.samples, used.truncated, used.surprise, used.surprise_tokens)

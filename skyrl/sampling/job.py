@@ -165,6 +165,11 @@ class SampleJob(msgspec.Struct, frozen=True):
         return self.prompt_logprobs or self.topk_prompt > 0 or self.target is not None or self.alternatives > 0
 
     @property
+    def prompt_cells(self) -> int:
+        """The logprobs of prompt tokens that vLLM sends for it, without target ids and draws."""
+        return len(self.prompt) * (1 + self.topk_prompt) if self.wants_prompt else 0
+
+    @property
     def most_tokens(self) -> int:
         """The prompt's tokens and the most tokens that may be sampled; an unknown `max_tokens` counts as 0."""
         return len(self.prompt) + self.num_samples * (self.max_tokens or 0)

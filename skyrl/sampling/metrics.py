@@ -94,8 +94,9 @@ class SampleMetrics:
         about = "The part of a successful sample's time that was spent neither in vLLM nor waiting for its quota."
         self._overhead = Spreads(registry, "skyrl_sample_overhead_seconds", about, OVERHEAD_BOUNDS).only
         self._in_flight: list[Ages] = []
+        self._held_back: list[Callable[[], int]] = []
         if registry is not None:
-            registry.register(_InFlight(self._in_flight))
+            registry.register(_InFlight(self._in_flight, self._held_back))
 
     def succeeded(self, used: Used) -> None:
         """Count the tokens of a sample that vLLM has answered."""
@@ -117,6 +118,10 @@ class SampleMetrics:
     def watch(self, ages: Ages) -> None:
         """Count these as in flight, too. They are asked at each scrape, on another thread."""
         self._in_flight.append(ages)
+
+    def watch_held_back(self, waiting: Callable[[], int]) -> None:
+        """Count these as held back, too: asked at each scrape, on another thread."""
+        self._held_back.append(waiting)
 
     def watch_events(self, events: Callable[[], Mapping[str, int]]) -> None:
         """Also show these counters, asked at each scrape on another thread."""
@@ -147,12 +152,16 @@ class Ages:
 
 
 class _InFlight(Collector):
-    def __init__(self, ages: list[Ages]) -> None:
+    def __init__(self, ages: list[Ages], held_back: list[Callable[[], int]]) -> None:
         self._ages = ages
+        self._held_back = held_back
 
     def collect(self) -> Iterable[Metric]:
         in_flight = sum(map(len, self._ages))
         yield GaugeMetricFamily("skyrl_samples_in_flight", "Samples that are forwarded now.", value=float(in_flight))
+        waiting = sum(held_back() for held_back in self._held_back)
+        about = "Samples and OpenAI requests that wait to be sent: the inference server has as many as it is given."
+        yield GaugeMetricFamily("skyrl_samples_held_back", about, value=float(waiting))
         now = time.perf_counter()
         oldest_s = max((now - ages.oldest_began() for ages in self._ages), default=0.0)
         about = "Age of the oldest sample in flight; 0 without one."

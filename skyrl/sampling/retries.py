@@ -41,6 +41,8 @@ class SampleWait(StrEnum):
     """The load of its adapter into the inference server."""
     SUSPECTS = "suspects"
     """Other samples that were interrupted as often: they are sent a few at a time."""
+    TURN = "turn"
+    """Samples that come before it: the inference server has as many as are sent at a time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,11 @@ def of_forwarded(progress: SampleProgress, adapters: int, places: int | None, aw
             return paused(f"the inference server has been away for {waited}{why}; the sample is sent when it is back")
         case SampleWait.BUSY:
             return paused(f"the inference server takes no more samples at the moment, for {waited}")
+        case SampleWait.TURN:
+            return paused(
+                f"the inference server has as many samples as are sent to it at a time; this one waits its turn, for "
+                f"{waited}"
+            )
         case SampleWait.LOADING:
             return paused(f"its adapter is being loaded into the inference server, for {waited}")
         case SampleWait.SUSPECTS:

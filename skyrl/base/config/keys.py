@@ -140,6 +140,8 @@ class ServerKeys(BaseSettings):
     """The address at which gateways on other hosts reach the router in front of this server's vLLMs: one of this
     machine's own, not 0.0.0.0. It needs `inference_api_key`."""
     forwarding_inference_max_connections: int | None = Field(None, ge=1)
+    """How many requests each API process has at the inference server at a time. None: for vLLMs that this server runs,
+    what they can take on (`skyrl.sampling.slots`); for others any number."""
     forwarding_deadline_s: float = Field(600.0, gt=0)
     """How long one sample may take, including retries and restarts of vLLM."""
     sample_use_retrieve_futures: bool = False

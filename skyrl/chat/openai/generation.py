@@ -103,6 +103,12 @@ class Generation:
         return self.size.sequences
 
     @property
+    def prompt_cells(self) -> int:
+        """vLLM repeats the logprobs of a prompt for each of its sequences."""
+        topk = self.size.prompt_topk
+        return 0 if topk is None else self.size.n * self.size.likely_prompt * (1 + topk)
+
+    @property
     def max_tokens(self) -> int | None:
         return self.size.max_tokens
 

@@ -266,6 +266,8 @@ class OpenAIService:
                 entry.charge(new_request_id(), request.size.most_tokens)
                 async with self._gate.turn(entry, request, asked) as turn:
                     yield self._sending(replace(asked, request=request), turn.priority), turn
+        except FailedRequest as error:  # its turn did not come
+            raise _broken(asked, error.message) from error
         finally:
             entry.leave()
 

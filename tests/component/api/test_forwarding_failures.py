@@ -95,11 +95,9 @@ async def connect(row: EngineRow) -> AsyncIterator[Connect]:
     """Makes clients and closes them at the end."""
     async with contextlib.AsyncExitStack() as stack:
 
-        def make(
-            deadline_s: float = DEADLINE_S, max_connections: int | None = None, **options: Any
-        ) -> ForwardingClient:
+        def make(deadline_s: float = DEADLINE_S, **options: Any) -> ForwardingClient:
             client = ForwardingClient(
-                HttpClient(max_connections),
+                HttpClient(),
                 options.pop("endpoint", EngineEndpoint(row)),
                 options.pop("host", HostWithAllAdapters()),
                 api_key="key",
@@ -333,17 +331,6 @@ async def test_the_endpoint_is_read_once_while_it_works(client: ForwardingClient
     await asyncio.gather(*(client.sample(JOB) for _ in range(20)))
     await client.sample(JOB)
     assert row.reads == 1
-
-
-async def test_max_connections_bounds_the_concurrent_requests(connect: Connect, upstream: FakeUpstream) -> None:
-    go = asyncio.Event()
-    upstream.default = after(go, complete())
-    client = connect(max_connections=2)
-    samples = [asyncio.create_task(client.sample(JOB)) for _ in range(6)]
-    await upstream.until(lambda server: server.busy == 2)
-    go.set()
-    assert [decoded(sample) for sample in await asyncio.gather(*samples)] == [WHOLE] * 6
-    assert upstream.most_busy == 2
 
 
 async def test_a_refused_sample_waits_for_the_next_url(

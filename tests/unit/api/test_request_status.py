@@ -151,6 +151,7 @@ def test_a_command_that_the_engine_has_not_told_of_is_about_to_begin() -> None:
         (SampleWait.AWAY, "paused_capacity", "has been away for 34 s"),
         (SampleWait.BUSY, "paused_capacity", "takes no more samples at the moment"),
         (SampleWait.LOADING, "paused_capacity", "its adapter is being loaded"),
+        (SampleWait.TURN, "paused_capacity", "this one waits its turn, for 34 s"),
         (SampleWait.SUSPECTS, "paused_capacity", "are sent again one after another"),
     ],
 )

@@ -260,38 +260,12 @@ async def test_cancelling_a_request_closes_its_connection(transport: HttpClient,
             await waiting
 
 
-async def test_requests_wait_for_a_connection_when_the_limit_is_reached() -> None:
-    transport = HttpClient(max_connections=2)
-    async with serving(Server(OK)) as server:
-        answers = await asyncio.gather(*(post(transport, server) for _ in range(20)))
-        assert [answer.status for answer in answers] == [200] * 20
-        assert server.connections == 2
-        server.answers = [b""]
-        held = [asyncio.create_task(post(transport, server)) for _ in range(2)]
-        await server.received(22)
-        with pytest.raises(NotAccepted, match="no connection was free"):
-            await post(transport, server, 0.1)
-        server.answers = [OK]
-        assert (await transport.get(server.url, {}, LONG_S)).status == 200, (
-            "a health request does not count against the limit"
-        )
-        for task in held:
-            task.cancel()
-        await asyncio.gather(*held, return_exceptions=True)
-        assert (await post(transport, server)).status == 200, "cancelled requests free their connections"
-    await transport.close()
-
-
-async def test_closing_a_stream_ends_the_connection_and_frees_its_place() -> None:
-    client = HttpClient(max_connections=1)
+async def test_closing_a_stream_ends_the_connection(transport: HttpClient) -> None:
     async with serving(Server(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n")) as server:
-        stream = await client.open_stream(server.url, b"{}", {}, LONG_S)
-        with pytest.raises(NotAccepted, match="no connection was free"):
-            await client.open_stream(server.url, b"{}", {}, 0.01)
+        stream = await transport.open_stream(server.url, b"{}", {}, LONG_S)
         stream.close()
         stream.close()
         await asyncio.wait_for(server.closed.wait(), LONG_S)
-        (await client.open_stream(server.url, b"{}", {}, LONG_S)).close()
 
 
 async def test_an_empty_piece_does_not_end_a_body_that_is_sent_in_chunks(transport: HttpClient) -> None:
@@ -314,12 +288,10 @@ async def test_an_empty_piece_does_not_end_a_body_that_is_sent_in_chunks(transpo
     assert body == [b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n"]
 
 
-async def test_a_server_that_cannot_be_reached_has_not_accepted_the_request() -> None:
-    client = HttpClient(max_connections=1)
-    for _ in range(2):  # the place is free again
-        with pytest.raises(NotAccepted, match="Connect") as caught:
-            await client.open_stream("http://127.0.0.1:1/", b"{}", {}, LONG_S)
-        assert caught.value.refused
+async def test_a_server_that_cannot_be_reached_has_not_accepted_the_request(transport: HttpClient) -> None:
+    with pytest.raises(NotAccepted, match="Connect") as caught:
+        await transport.open_stream("http://127.0.0.1:1/", b"{}", {}, LONG_S)
+    assert caught.value.refused
 
 
 async def test_what_nobody_reads_stays_with_the_server(transport: HttpClient) -> None:

@@ -1,0 +1,186 @@
+"""Which request is sent next, and how much is with the inference server at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from skyrl.base.wire.errors import ErrorCategory, FailedRequest
+from skyrl.sampling.slots import AHEAD, FEWEST, PROMPT_CELLS, PartOf, Slots, by_number, by_work
+
+NEVER_S = 1e6
+
+
+@dataclass
+class Asked:
+    num_samples: int = 1
+    prompt_cells: int = 0
+
+
+class Server:
+    """Takes requests through slots; notes the order in which they are sent."""
+
+    def __init__(self, bound: int | PartOf, patience_s: float = NEVER_S) -> None:
+        self.slots = Slots(by_number(bound) if isinstance(bound, int) else bound, patience_s)
+        self.sent: list[str] = []
+
+    @asynccontextmanager
+    async def place(self, tenant: str, asked: Asked, priority: int) -> AsyncIterator[None]:
+        part = self.slots.part_of(asked, 256.0)
+        if not self.slots.take(tenant, part):
+            await self.slots.wait(tenant, part, priority)
+        try:
+            yield
+        finally:
+            self.slots.give_back(tenant, part, answered=True)
+
+    def ask(self, name: str, priority: int = 0, asked: Asked | None = None) -> Request:
+        """A request of the tenant that is the first letter of the name."""
+        return Request(self, name, priority, asked or Asked())
+
+
+class Request:
+    def __init__(self, server: Server, name: str, priority: int, asked: Asked) -> None:
+        self._server, self._end = server, asyncio.Event()
+        self.task = asyncio.create_task(self._run(name, priority, asked))
+
+    async def _run(self, name: str, priority: int, asked: Asked) -> None:
+        async with self._server.place(name[0], asked, priority):
+            self._server.sent.append(name)
+            await self._end.wait()
+
+    async def end(self) -> None:
+        self._end.set()
+        await self.task
+        await settled()
+
+    async def cancel(self) -> None:
+        self.task.cancel()
+        await asyncio.wait((self.task,))
+        await settled()
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_one_tenant_fills_the_bound_and_its_requests_follow_in_their_order() -> None:
+    server = Server(2)
+    asked = [server.ask(f"a{number}", number) for number in range(5)]
+    await settled()
+    assert (server.sent, server.slots.waiting) == (["a0", "a1"], 3)
+    for request in asked:
+        await request.end()
+    assert server.sent == [f"a{number}" for number in range(5)]
+    assert server.slots.take("b", 1.0)
+
+
+def test_a_number_of_requests_is_kept_exactly() -> None:
+    for most in range(1, 200):
+        slots = Slots(by_number(most), NEVER_S)
+        part = slots.part_of(Asked(), 0.0)
+        for _ in range(3):
+            assert [slots.take("a", part) for _ in range(most + 1)] == [True] * most + [False]
+            for _ in range(most):
+                slots.give_back("a", part)
+
+
+async def test_another_tenant_does_not_wait_behind_a_flood() -> None:
+    server = Server(4)
+    flood = [server.ask(f"a{number}", number) for number in range(20)]
+    await settled()
+    others = [server.ask(f"b{number}", 7 + number) for number in range(3)]
+    await settled()
+    assert server.sent == ["a0", "a1", "a2", "a3", "b0", "b1"], "up to its half, and no further"
+    for request in flood[:3]:
+        await request.end()
+    assert server.sent[6:] == ["a4"], "more than the bound was sent until the third end"
+    await others[0].end()
+    assert server.sent[7:] == ["a5", "b2"], "a5 has the lower priority, and b less than its half"
+    for request in (*flood, *others):
+        request.task.cancel()
+
+
+async def test_of_several_tenants_the_lowest_priority_goes_next() -> None:
+    server = Server(2)
+    holds = [server.ask("a0"), server.ask("b0")]
+    await settled()
+    waiting = [server.ask("a1", 30), server.ask("b1", 10), server.ask("a2", 40), server.ask("b2", 20)]
+    await settled()
+    assert server.sent == ["a0", "b0"]
+    for request in (holds[0], holds[1], waiting[1], waiting[3]):
+        await request.end()
+    assert server.sent[2:] == ["b1", "a1", "b2", "a2"], "b1 comes first; then each has its half"
+    for request in waiting:
+        await request.end()
+
+
+async def test_a_request_takes_the_part_of_its_sequences_and_one_of_any_size_is_sent() -> None:
+    server = Server(by_work(running=4, servers=1))
+    asked = [server.ask(f"a{number}", asked=Asked(count)) for number, count in enumerate((7, 4096, 1))]
+    await settled()
+    assert server.sent == ["a0", "a1"], "the last one may exceed what may be there"
+    await asked[0].end()
+    assert server.sent == ["a0", "a1"]
+    await asked[1].end()
+    await asked[2].end()
+    assert server.sent == ["a0", "a1", "a2"]
+
+
+def test_what_a_request_takes_follows_from_its_sequences_their_tokens_and_its_scores() -> None:
+    part_of = by_work(running=256, servers=2)
+    assert part_of(Asked(), 256) == 1 / (2 * 256 * AHEAD)
+    assert part_of(Asked(4), 1e5) == 4 / (2 * 256 * AHEAD)
+    assert part_of(Asked(), 0) == 1 / (2 * FEWEST), "sequences that end at once"
+    assert part_of(Asked(), 8) == 1 / (2 * 80)
+    assert part_of(Asked(1, PROMPT_CELLS), 0) == 1 / 2 + 1 / (2 * FEWEST)
+    assert by_number(3)(Asked(4096, 10**9), 0) == 1 / 3
+
+
+async def test_a_cancelled_request_gives_its_place_to_the_next_one() -> None:
+    server = Server(1)
+    first, second, third = (server.ask(f"a{number}") for number in range(3))
+    await settled()
+    await second.cancel()
+    assert server.slots.waiting == 1
+    await first.cancel()
+    assert server.sent == ["a0", "a2"]
+    await third.end()
+
+
+async def test_a_request_that_is_cancelled_when_its_turn_has_come_gives_it_on() -> None:
+    server = Server(1)
+    first, second, third = (server.ask(f"a{number}") for number in range(3))
+    await settled()
+    first._end.set()
+    first.task.add_done_callback(lambda _: second.task.cancel())  # its turn has come, and it does not know that yet
+    await asyncio.wait((second.task,))
+    await settled()
+    assert server.sent == ["a0", "a2"]
+    await third.end()
+    assert server.slots.take("b", 1.0)
+
+
+async def test_a_request_fails_if_the_server_answers_nothing_while_it_waits() -> None:
+    server = Server(1, patience_s=0.02)
+    first, second = server.ask("a0"), server.ask("a1")
+    with pytest.raises(FailedRequest, match=r"^the inference server has answered no request for 0.02 s") as failed:
+        await second.task
+    assert failed.value.category is ErrorCategory.SERVER
+    assert server.slots.waiting == 0
+    await first.end()
+    assert server.sent == ["a0"]
+
+
+async def test_answers_to_others_are_reason_to_wait_on() -> None:
+    server = Server(1, patience_s=0.05)
+    requests = [server.ask(f"a{number}") for number in range(10)]
+    for request in requests:
+        await asyncio.sleep(0.02)
+        await request.end()
+    assert server.sent == [f"a{number}" for number in range(10)], "the last one has waited for 0.2 s"
