@@ -77,6 +77,7 @@ export class BoxView {
     column("adapters that can be sampled", (box) => count(total(box, ({ adapters }) => adapters.servable))),
     column("adapters that the inference servers run at a time", (box) => count(total(box, ({ adapters }) => adapters.places))),
     column("starts of the inference server", (box) => count(total(box, ({ inference }) => inference.generation))),
+    column("samples that wait to be sent to them", (box) => count(box.held_back)),
     column("free disk", (box) => `${bytes(box.disk.free_bytes)} of ${bytes(box.disk.total_bytes)}`),
     column("database", (box) => bytes(box.database_bytes)),
   );

@@ -35,6 +35,7 @@ _VLLM = re.compile(rf'^vllm:({"|".join(_VLLM_NAMES)})\{{.*?replica="(\d+)".*?\}}
 _WAITS = re.compile(
     r'^vllm:skyrl_(requests_waiting|waiting_bound)\{(?=.*?reason="(\w+)")(?=.*?replica="(\d+)").*?\} (\S+)$', re.M
 )
+_HELD_BACK = re.compile(r"^skyrl_samples_held_back\{.*\} (\S+)$", re.M)
 _SENTENCES = {
     "cache": "for room in the key-value cache, {bound} tokens, which also keeps some for the answers that run",
     "seats": "for an end among {bound} running requests (max_num_seqs)",
@@ -99,6 +100,7 @@ class ServerView:
                 for name, started_at, heartbeat_at in processes
             ],
             "pending": pending,
+            "held_back": await asyncio.to_thread(held_back, services.published_metrics),
             "quotas": services.quotas.counts(),
             "disk": {"free_bytes": used.free, "total_bytes": used.total},
             "database_bytes": await asyncio.to_thread(services.database.size),
@@ -110,6 +112,11 @@ class ServerView:
             self._servable = await self._services.database.read_async(lambda c: [servable(c, own) for own in scopes])
             self._counted_at = now
         return self._servable
+
+
+def held_back(published: MetricsDirectory) -> int:
+    """The samples and OpenAI requests that wait in all API processes to be sent to the inference servers."""
+    return sum(int(float(value)) for value in _HELD_BACK.findall(published.read()))
 
 
 def _base_model(model: ServedModel, adapters: int, vllm: list[dict[str, Any]]) -> dict[str, Any]:

@@ -349,6 +349,7 @@ async def test_the_box_has_the_parts_of_each_base_model(two_models: Api, shared:
         "base_models",
         "api_processes",
         "pending",
+        "held_back",
         "quotas",
         "disk",
         "database_bytes",

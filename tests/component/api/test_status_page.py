@@ -497,3 +497,14 @@ async def test_the_box_shows_the_numbers_of_each_inference_server(api: Api) -> N
         "1 waits for an end among 256 running requests (max_num_seqs)",
     ]
     assert shown == [{"replica": 1, "kv_use": 0.25, "running": 3.0, "waiting": 1.0, "why": why}]
+
+
+HEAD = "# HELP skyrl_samples_held_back x\n# TYPE skyrl_samples_held_back gauge\n"
+
+
+async def test_the_box_shows_how_many_samples_wait_to_be_sent_in_all_processes(api: Api) -> None:
+    assert (await api.http.get("/ui/api/box")).json()["held_back"] == 0
+    for process in (1, 2):
+        line = f'skyrl_samples_held_back{{process="api-{process}"}} {process}.0\n'
+        api.services.published_metrics.write(f"api-{process}", f"{HEAD}{line}")
+    assert (await api.http.get("/ui/api/box")).json()["held_back"] == 3

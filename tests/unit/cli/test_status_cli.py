@@ -194,12 +194,13 @@ def part(trouble: str | None, places: int | None) -> dict[str, object]:
 
 def test_the_parts_of_several_base_models_stand_below_their_names() -> None:
     of_server = {"api_processes": [1], "pending": {"STEP": 2}, "disk": {"free_bytes": 1e9, "total_bytes": 2e9}}
-    of_server |= {"database_bytes": 1e6}
+    of_server |= {"database_bytes": 1e6, "held_back": 3}
     models = [{"name": "student"} | part("it loads", 8), {"name": "teacher"} | part(None, None)]
     answer = {"server": DEGRADED, "runs": [], "samplers": [], "stuck": [], "slow": []}
     assert box_lines(answer | {"box": of_server | {"base_models": models}}) == [
         "API processes 1",
         "pending requests step 2",
+        "held back 3 samples wait to be sent to the inference servers",
         "disk 1.0 GB of 2.0 GB are free",
         "database 1.0 MB",
         "student",
@@ -214,7 +215,7 @@ def test_the_parts_of_several_base_models_stand_below_their_names() -> None:
         "vLLM 0: 1 run, 0 wait, cache 50 % used",
     ]
     names = [line.split()[0] for line in box_lines(answer | {"box": of_server | part("it loads", 8)})]
-    assert names == ["trainer", "API", "pending", "models", "adapters", "disk", "database", "vLLM"]
+    assert names == ["trainer", "API", "pending", "held", "models", "adapters", "disk", "database", "vLLM"]
 
 
 def test_the_newest_agent_sessions_stand_below_the_samplers() -> None:
