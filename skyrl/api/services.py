@@ -229,7 +229,7 @@ class Services:
             metrics.samples,
             runs=self.counter.runs,
             order=FairOrder() if config.modes.own_inference or config.external_inference_priority else None,
-            slots=_slots(config),
+            slots=_slots(config, client),
             admission=self.admission,
             quotas=self.quotas,
             refusals=self.metrics.refusals,
@@ -313,14 +313,16 @@ def _adapter_places(config: ServerConfig) -> int | None:
     return backend.lora.slots * backend.inference.num_engines
 
 
-def _slots(config: ServerConfig) -> Slots | None:
+def _slots(config: ServerConfig, client: ForwardingClient | None) -> Slots | None:
     """None for inference servers that skyrl does not run, unless the operator has set a bound."""
     if (most := config.forwarding_inference_max_connections) is not None:
         return Slots(by_number(most), config.forwarding_deadline_s)
-    if not config.modes.manages_inference:
+    if client is None or not config.modes.manages_inference:
         return None
-    inference = config.backend_config.inference
-    return Slots(by_work(inference.max_num_seqs, inference.num_engines), config.forwarding_deadline_s)
+    inference, places = config.backend_config.inference, _adapter_places(config)
+    part_of = by_work(inference.max_num_seqs, inference.num_engines)
+    crowd = None if places is None else lambda: client.running.adapters / places
+    return Slots(part_of, config.forwarding_deadline_s, crowd)
 
 
 def _probe(config: ServerConfig, transport: HttpClient, api_key: str | None) -> AdapterProbe | None:

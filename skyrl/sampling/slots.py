@@ -84,11 +84,15 @@ class _Tenant:
 class Slots:
     """Requests are sent until they take all that may be with the inference server; the last one may be of any size.
     Beyond that a tenant gets what it has below its equal part. A request that waits fails when the server has answered
-    nothing at all for `patience_s`."""
+    nothing at all for `patience_s`.
 
-    def __init__(self, part_of: PartOf, patience_s: float) -> None:
+    `crowd` tells how many times the requests that are there sample from as many adapters as the server runs at a time.
+    So many times as much is sent: vLLM then finds enough of the adapters that it runs."""
+
+    def __init__(self, part_of: PartOf, patience_s: float, crowd: Callable[[], float] | None = None) -> None:
         self.part_of = part_of
         self._patience_s = patience_s
+        self._crowd = crowd
         self._tenants: dict[str, _Tenant] = {}
         self._part = 0.0
         self._arrivals = count()
@@ -101,7 +105,7 @@ class Slots:
         state = self._tenants.get(tenant)
         if state is None:
             state = self._tenants[tenant] = _Tenant()
-        elif state.waiting or (self._part >= FULL and state.part >= FULL / len(self._tenants)):
+        elif state.waiting or (self._part >= FULL and not self._has_room(state)):
             return False
         state.requests += 1
         state.part += part
@@ -154,10 +158,18 @@ class Slots:
             self._part += waiting.part
             waiting.goes.set_result(None)
 
+    def _has_room(self, state: _Tenant) -> bool:
+        room = self._room
+        return self._part < room or state.part < room / len(self._tenants)
+
+    @property
+    def _room(self) -> float:
+        return FULL if self._crowd is None else FULL * max(1.0, self._crowd())
+
     def _next(self) -> _Tenant | None:
         """The tenant whose first waiting request goes next; None if none may."""
         waiting: Iterator[_Tenant] = (state for state in self._tenants.values() if state.waiting)
-        if self._part >= FULL:
-            equal = FULL / len(self._tenants)
+        if self._part >= (room := self._room):
+            equal = room / len(self._tenants)
             waiting = (state for state in waiting if state.part < equal)
         return min(waiting, key=lambda state: next(iter(state.waiting.values())).order, default=None)

@@ -142,6 +142,16 @@ def test_what_a_request_takes_follows_from_its_sequences_their_tokens_and_its_sc
     assert by_number(3)(Asked(4096, 10**9), 0) == 1 / 3
 
 
+async def test_with_more_adapters_than_the_server_runs_at_a_time_more_is_sent() -> None:
+    adapters = 1
+    slots = Slots(by_number(4), NEVER_S, lambda: adapters / 8)
+    assert [slots.take("a", 1 / 4) for _ in range(5)] == [True] * 4 + [False]
+    adapters = 12
+    assert [slots.take("a", 1 / 4) for _ in range(3)] == [True] * 2 + [False]
+    assert slots.take("b", 3 / 4)
+    assert not slots.take("b", 1 / 4), "it has its half of what is sent"
+
+
 async def test_a_cancelled_request_gives_its_place_to_the_next_one() -> None:
     server = Server(1)
     first, second, third = (server.ask(f"a{number}") for number in range(3))
