@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Self
 
+from cachetools import LRUCache
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from skyrl.base.types.activity import WaitsFor
@@ -187,7 +187,7 @@ class ModelWaits:
     """How long each model's commands have waited while none of the model's ran. Threads may share one object."""
 
     def __init__(self) -> None:
-        self._ended: OrderedDict[str, float] = OrderedDict()
+        self._ended: LRUCache[str, float] = LRUCache(MODELS)
         self._lock = threading.Lock()
 
     def began(self, commands: Sequence[Command], now: float) -> dict[str, float]:
@@ -206,9 +206,6 @@ class ModelWaits:
             for command in commands:
                 if command.model_id is not None:
                     self._ended[command.model_id] = now
-                    self._ended.move_to_end(command.model_id)
-            while len(self._ended) > MODELS:
-                self._ended.popitem(last=False)
 
 
 class RunTimes:

@@ -13,9 +13,10 @@ Knows metrics by name. Knows nothing of commands and bodies.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from cachetools import LRUCache
 
 from skyrl.trainer.rows.sampled_from import SAMPLING_KEYS
 
@@ -45,7 +46,7 @@ class RatioCheck:
     """Of all models of an engine. May be called on any thread; the calls for one model come one after the other."""
 
     def __init__(self) -> None:
-        self._models: OrderedDict[str, _Checked] = OrderedDict()
+        self._models: LRUCache[str, _Checked] = LRUCache(MODELS)
 
     def updated(self, model_id: str) -> None:
         """The model's samplers have got its weights, or it has loaded others."""
@@ -68,11 +69,7 @@ class RatioCheck:
         return {NOTICE: 1.0}
 
     def _of(self, model_id: str) -> _Checked:
-        checked = self._models.setdefault(model_id, _Checked())
-        self._models.move_to_end(model_id)
-        if len(self._models) > MODELS:
-            self._models.popitem(last=False)
-        return checked
+        return self._models.setdefault(model_id, _Checked())
 
 
 def _sentence(ratio: float, divergence: float, loss_config: Mapping[str, float]) -> str:

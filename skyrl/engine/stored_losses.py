@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from cachetools import LRUCache
 
 from skyrl.base.types.custom_loss import CustomLoss
 from skyrl.base.types.loss_graph import decode_loss
@@ -20,7 +20,7 @@ class StoredLosses:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._known: OrderedDict[tuple[str, str, str], CustomLoss] = OrderedDict()
+        self._known: LRUCache[tuple[str, str, str], CustomLoss] = LRUCache(KEPT)
 
     def find(self, loss_id: str, command: Command) -> CustomLoss:
         """The loss of the command's session. Raises RequestError if there is none."""
@@ -31,7 +31,4 @@ class StoredLosses:
             if stored is None:
                 raise RequestError(f"no custom loss {loss_id[:200]!r} in this session", field="loss_fn_config.loss_id")
             loss = self._known[key] = decode_loss(stored)
-            if len(self._known) > KEPT:
-                self._known.popitem(last=False)
-        self._known.move_to_end(key)
         return loss

@@ -34,6 +34,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cachetools import LRUCache
+
 from skyrl.base.pictures.picture import MAX_PICTURES, BadPicture, PictureFormat, digest_of
 from skyrl.base.pictures.vision import NoVision, VisionConfig
 from skyrl.base.wire.decoding import decode_base64
@@ -91,7 +93,7 @@ class ChatPictures:
     def __init__(self, checks: PictureChecks, sight: VisionConfig | NoVision) -> None:
         self._checks = checks
         self._sight = sight
-        self._sizes: dict[tuple[str, PictureFormat], tuple[int, int]] = {}
+        self._sizes: LRUCache[tuple[str, PictureFormat], tuple[int, int]] = LRUCache(MAX_REMEMBERED)
 
     async def tokens(self, pictures: Sequence[ChatPicture]) -> int:
         """How many tokens of the prompt the pictures take together. Raises RequestError naming the picture: 400 for a
@@ -113,10 +115,8 @@ class ChatPictures:
     async def _size(self, picture: ChatPicture) -> tuple[int, int]:
         data, digest = await asyncio.to_thread(_read, picture.base64)
         key = digest, picture.format
-        size = self._sizes.pop(key, None) or await self._checks.size(data, picture.format)
+        size = self._sizes.get(key) or await self._checks.size(data, picture.format)
         self._sizes[key] = size
-        while len(self._sizes) > MAX_REMEMBERED:
-            del self._sizes[next(iter(self._sizes))]
         return size
 
 

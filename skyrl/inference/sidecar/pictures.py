@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from cachetools import LRUCache
+
 from skyrl.base.pictures.picture import MAX_PICTURES, BadPicture, digest_of, format_of
 from skyrl.base.pictures.vision import NoVision, VisionConfig
 from skyrl.base.wire.decoding import decode_base64
@@ -68,7 +70,7 @@ class Pictures:
     def __init__(self) -> None:
         self._checker = PictureChecker()
         self._sights: dict[str, VisionConfig] = {}
-        self._sizes: dict[str, tuple[int, int]] = {}
+        self._sizes: LRUCache[str, tuple[int, int]] = LRUCache(MAX_REMEMBERED)
 
     async def close(self) -> None:
         await self._checker.close()
@@ -121,10 +123,8 @@ class Pictures:
     async def _checked(self, text: str, sight: VisionConfig) -> _Picture:
         data, digest = await asyncio.to_thread(_decoded, text)
         format = format_of(data)
-        size = self._sizes.pop(digest, None) or await self._checker.check(data, format)
+        size = self._sizes.get(digest) or await self._checker.check(data, format)
         self._sizes[digest] = size
-        while len(self._sizes) > MAX_REMEMBERED:
-            del self._sizes[next(iter(self._sizes))]
         url = f"data:image/{format};base64,{text[_start(text) :]}"
         return _Picture({"type": "image_url", "uuid": digest, "url": url}, sight.tokens(*size))
 

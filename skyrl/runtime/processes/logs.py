@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
+from cachetools import LRUCache
 
 from skyrl.runtime.tracing import current_trace
 
@@ -112,7 +112,7 @@ class LimitedLog:
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
         self._clock = clock
-        self._causes: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
+        self._causes: LRUCache[Hashable, tuple[float, int]] = LRUCache(MAX_CAUSES)
         """By cause: the time of its last line, and how many lines were left out since."""
         self._window = (clock(), 0)
         """When the current INTERVAL_S began, and how many lines were written in it."""
@@ -122,13 +122,11 @@ class LimitedLog:
         """Log `line`, unless its cause had a line within INTERVAL_S or all causes together had MAX_LINES. `request_id`
         is written after the line, and is no part of the cause."""
         now = self._clock()
-        last_line_at, missed = self._causes.pop(cause, (None, 0))
+        last_line_at, missed = self._causes.get(cause, (None, 0))
         if last_line_at is not None and now - last_line_at < INTERVAL_S:
             self._causes[cause] = (last_line_at, missed + 1)
             return
         self._causes[cause] = (now, 0)
-        while len(self._causes) > MAX_CAUSES:
-            self._causes.popitem(last=False)
         if now - self._window[0] >= INTERVAL_S:
             self._window = (now, 0)
             if self._left_out:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cachetools import LRUCache
 from sqlalchemy import Connection, insert, select
 
 from skyrl.storage.db.database import Database
@@ -33,7 +33,7 @@ STRANGERS_S, MAX_TOLD = 3600.0, 10_000
 seconds to the owner's log, from each process that has not forgotten it among so many."""
 _OFTEN = ("checkpoint_sampled", "checkpoint_downloaded")
 """What costs a stranger nothing."""
-_told: OrderedDict[tuple[Any, ...], float] = OrderedDict()
+_told: LRUCache[tuple[Any, ...], float] = LRUCache(MAX_TOLD)
 """When this process has last recorded a stranger's event."""
 _telling = threading.Lock()
 
@@ -53,9 +53,6 @@ def record(connection: Connection, tenant: str, event: str, **details: Any) -> N
             return
         with _telling:
             _told[key] = now
-            _told.move_to_end(key)
-            if len(_told) > MAX_TOLD:
-                _told.popitem(last=False)
     connection.execute(insert(audit_events), {"at": now, "tenant": tenant, "event": event, "details": details})
 
 

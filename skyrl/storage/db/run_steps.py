@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Generic, Self, TypeVar
 
+from cachetools import LRUCache
 from sqlalchemy import Connection, bindparam, delete, func, select, text, update
 
 from skyrl.storage.db.database import Change
@@ -342,7 +342,7 @@ class UntilAStepEnds(Generic[T]):
     def __init__(self, read: Callable[[Connection, Sequence[str]], Mapping[str, T]]) -> None:
         self._read = read
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, tuple[int, T]] = OrderedDict()
+        self._kept: LRUCache[str, tuple[int, T]] = LRUCache(MAX_CURVES)
 
     def of(self, connection: Connection, steps_of: Mapping[str, int]) -> dict[str, T]:
         """By model id, what belongs to each model in `steps_of`, which has the number of its steps."""
@@ -356,9 +356,6 @@ class UntilAStepEnds(Generic[T]):
         with self._lock:
             for model, ended in steps_of.items():
                 self._kept[model] = (ended, found[model])
-                self._kept.move_to_end(model)
-            while len(self._kept) > MAX_CURVES:
-                self._kept.popitem(last=False)
         return found
 
     def __len__(self) -> int:
