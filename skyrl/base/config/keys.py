@@ -217,15 +217,16 @@ class ServerKeys(BaseSettings):
         may_lack = name != "base_model" and NoneType in get_args(cls.model_fields[name].annotation)
         return None if may_lack and isinstance(value, str) and value.lower() in NO_VALUE else value
 
-    @field_validator("base_models", mode="before")
+    @field_validator("base_models", "backend_config", mode="before")
     @classmethod
-    def _parse_base_models(cls, value: object) -> object:
+    def _parse_json(cls, value: object, info: ValidationInfo) -> object:
         if isinstance(value, str):
             try:
-                return json.loads(value)
+                value = json.loads(value)
             except json.JSONDecodeError as error:
                 raise ValueError(f"not JSON: {error}") from error
-        return value
+        is_backends = info.field_name == "backend_config" and isinstance(value, dict)
+        return parse_backend_config(value) if is_backends else value
 
     @field_validator("backend", mode="before")
     @classmethod
@@ -236,16 +237,6 @@ class ServerKeys(BaseSettings):
             why = f" ({entry.why})" if entry is not None else ""
             raise ValueError(f"no backend {value!r}; there are: {', '.join(BACKENDS)}{why}")
         return name
-
-    @field_validator("backend_config", mode="before")
-    @classmethod
-    def _parse_backend_config(cls, value: object) -> object:
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"not JSON: {error}") from error
-        return parse_backend_config(value) if isinstance(value, dict) else value
 
     @field_validator("checkpoint_store")
     @classmethod

@@ -3,7 +3,8 @@ model sees pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, Self
 
 from pydantic import model_validator
@@ -38,152 +39,110 @@ class ServerConfig(ServerKeys):
         return cls.model_construct(_fields_set=given.model_fields_set, **dict(given))
 
     @model_validator(mode="after")
-    def _gateway_has_upstream(self) -> ServerConfig:
-        if self.base_models:  # each is checked by itself
-            return self
-        if self.modes.shares_inference and (self.inference_api_key is None or self.database_url is None):
-            raise ValueError(
+    def _go_together(self) -> ServerConfig:
+        for sentence in chain(_of_serving(self), _of_training(self)):
+            raise ValueError(sentence)  # the first one
+        return self
+
+
+def _of_serving(config: ServerConfig) -> Iterator[str]:
+    """Why keys of gateways, addresses and API processes do not go together."""
+    modes, is_remote = config.modes, config.inference_host not in LOOPBACK
+    if not config.base_models:  # each of several is checked by itself
+        if modes.shares_inference and (config.inference_api_key is None or config.database_url is None):
+            yield (
                 "backend 'none' is a sampling-only gateway: give --external-inference-url; or give database_url and "
                 "inference_api_key of a server that trains, whose vLLMs it then uses"
             )
-        if self.backend == "none" and self.base_model is None:
-            raise ValueError("backend 'none' needs --base-model: the name that the upstream serves")
-        return self
+        if config.backend == "none" and config.base_model is None:
+            yield "backend 'none' needs --base-model: the name that the upstream serves"
+    if config.inference_host in WILDCARDS:
+        yield (
+            f"inference_host: {config.inference_host!r} is no address that gateways could use: give one of this "
+            "machine's own"
+        )
+    if is_remote and config.full_finetuning:
+        yield f"inference_host: {NO_GATEWAYS}: leave it out"
+    if is_remote and modes.manages_inference and config.inference_api_key is None:
+        yield (
+            f"inference_host: {config.inference_host!r} can be reached from elsewhere, for gateways: give them and "
+            "this server the same inference_api_key"
+        )
+    if is_remote and not modes.forwards:
+        yield "inference_host: with trainer.placement.colocate_all, gateways cannot sample: leave out one of the two"
+    if config.api_processes > 1 and not config.database.startswith("postgresql"):
+        yield (
+            f"api_processes={config.api_processes} needs PostgreSQL, where processes hear of each other's results: "
+            "give --database-url postgresql://..."
+        )
+    if config.api_keys == "open" and not config.allow_remote and config.host not in LOOPBACK:
+        yield (
+            f"host {config.host!r} can be reached from elsewhere, and any API key is accepted: give --api-keys "
+            f"managed, or --allow-remote if that is meant, or one of {', '.join(LOOPBACK)}"
+        )
 
-    @model_validator(mode="after")
-    def _gateways_have_a_key(self) -> ServerConfig:
-        if self.inference_host in WILDCARDS:
-            raise ValueError(
-                f"inference_host: {self.inference_host!r} is no address that gateways could use: give one of this "
-                "machine's own"
-            )
-        if self.inference_host not in LOOPBACK and self.full_finetuning:
-            raise ValueError(f"inference_host: {NO_GATEWAYS}: leave it out")
-        if self.inference_host not in LOOPBACK and self.modes.manages_inference and self.inference_api_key is None:
-            raise ValueError(
-                f"inference_host: {self.inference_host!r} can be reached from elsewhere, for gateways: give them and "
-                "this server the same inference_api_key"
-            )
-        if self.inference_host not in LOOPBACK and not self.modes.forwards:
-            raise ValueError(
-                "inference_host: with trainer.placement.colocate_all, gateways cannot sample: leave out one of the two"
-            )
-        return self
 
-    @model_validator(mode="after")
-    def _several_processes_need_postgresql(self) -> ServerConfig:
-        if self.api_processes > 1 and not self.database.startswith("postgresql"):
-            raise ValueError(
-                f"api_processes={self.api_processes} needs PostgreSQL, where processes hear of each other's results: "
-                "give --database-url postgresql://..."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _open_keys_stay_local(self) -> ServerConfig:
-        if self.api_keys == "open" and not self.allow_remote and self.host not in LOOPBACK:
-            raise ValueError(
-                f"host {self.host!r} can be reached from elsewhere, and any API key is accepted: give --api-keys "
-                f"managed, or --allow-remote if that is meant, or one of {', '.join(LOOPBACK)}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _ray_takes_no_turns(self) -> ServerConfig:
-        if self.ray is not None and not self.modes.forwards:
-            raise ValueError(
-                "trainer.placement.colocate_all: trainer and vLLM take turns on one device of this machine, and Ray "
-                "places them apart: leave out colocate_all, or ray_address and the number of ranks"
-            )
-        if self.ray is not None and self.backend == "none":
-            raise ValueError("ray_address: backend 'none' runs neither vLLM nor a trainer: leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _ranks_hold_experts(self) -> ServerConfig:
-        if not self.backend_config.trainer.placement.expert_parallel:
-            return self
-        key = "trainer.placement.expert_parallel"
-        if self.full_finetuning:
-            raise ValueError(
-                f"{key}: with trainer.full_finetuning ranks divide every parameter: leave out one of the two"
-            )
-        if self.ray is None or not self.modes.trains:
-            raise ValueError(
-                f"{key}: experts are divided over the trainer's ranks: set trainer.placement.policy_num_gpus_per_node "
-                "or policy_num_cpu_ranks to 2 or more, or leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_divide_sequences(self) -> ServerConfig:
-        if self.backend_config.trainer.context_parallel_tokens is not None and self.full_finetuning:
-            raise ValueError(
-                "trainer.context_parallel_tokens: with trainer.full_finetuning no sequence is divided: leave out one "
-                "of the two"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_vllm_takes_turns(self) -> ServerConfig:
-        if self.modes.manages_inference and not self.modes.forwards and self.routed:
-            raise ValueError(
-                f"generator.inference_engine.num_engines: {self.backend_config.inference.num_engines} vLLMs, but with "
-                "trainer.placement.colocate_all the trainer takes turns with one vLLM: leave out one of the two keys"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_keep_quantized(self) -> ServerConfig:
-        if not self.backend_config.trainer.keep_quantized:
-            return self
-        key = "trainer.keep_quantized"
-        if self.full_finetuning:
-            raise ValueError(
-                f"{key}: with trainer.full_finetuning weights change, and quantized ones cannot: leave out one of "
-                "the two"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _full_weights_reach_vllm(self) -> ServerConfig:
-        if not self.full_finetuning:
-            return self
-        key = "trainer.full_finetuning"
-        if not self.modes.trains:
-            raise ValueError(f"{key}: {NO_GATEWAYS}: leave it out beside backend 'none'")
-        if not self.modes.manages_inference:
-            raise ValueError(
-                f"{key}: new weights can be put only into vLLMs that this server runs: leave out external_inference_url"
-            )
-        if not self.modes.forwards:
-            raise ValueError(
-                f"{key}: trainer and vLLM each hold all weights, and cannot take turns on one device: leave out "
-                "trainer.placement.colocate_all"
-            )
-        if self.inference_api_key is not None:
-            raise ValueError(f"inference_api_key: {NO_GATEWAYS}: leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _nodes_share_a_store(self) -> ServerConfig:
-        if self.weights_travel and self.ray != "local" and self.checkpoint_store is None:
-            raise ValueError(
-                f"checkpoint_store: weights travel by it to the nodes of the Ray cluster ({self.ray}), and the "
-                "default is on this machine's disk: give s3://bucket/prefix, gs://..., az://..., or file:///directory "
-                "that every node sees under the same path"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _ports_exist(self) -> ServerConfig:
-        inference = self.backend_config.inference
-        if inference.ports and inference.ports[-1] > LAST_PORT:
-            raise ValueError(
-                f"generator.inference_engine.port: the last of {inference.num_engines} vLLMs would listen at "
-                f"{inference.ports[-1]}, and {LAST_PORT} is the last port"
-            )
-        return self
+def _of_training(config: ServerConfig) -> Iterator[str]:
+    """Why keys of trainer, vLLMs and Ray do not go together."""
+    modes, trainer, inference = config.modes, config.backend_config.trainer, config.backend_config.inference
+    full = config.full_finetuning
+    if config.ray is not None and not modes.forwards:
+        yield (
+            "trainer.placement.colocate_all: trainer and vLLM take turns on one device of this machine, and Ray "
+            "places them apart: leave out colocate_all, or ray_address and the number of ranks"
+        )
+    if config.ray is not None and config.backend == "none":
+        yield "ray_address: backend 'none' runs neither vLLM nor a trainer: leave it out"
+    if trainer.placement.expert_parallel and full:
+        yield (
+            "trainer.placement.expert_parallel: with trainer.full_finetuning ranks divide every parameter: leave out "
+            "one of the two"
+        )
+    if trainer.placement.expert_parallel and (config.ray is None or not modes.trains):
+        yield (
+            "trainer.placement.expert_parallel: experts are divided over the trainer's ranks: set "
+            "trainer.placement.policy_num_gpus_per_node or policy_num_cpu_ranks to 2 or more, or leave it out"
+        )
+    if trainer.context_parallel_tokens is not None and full:
+        yield (
+            "trainer.context_parallel_tokens: with trainer.full_finetuning no sequence is divided: leave out one of "
+            "the two"
+        )
+    if modes.manages_inference and not modes.forwards and config.routed:
+        yield (
+            f"generator.inference_engine.num_engines: {inference.num_engines} vLLMs, but with "
+            "trainer.placement.colocate_all the trainer takes turns with one vLLM: leave out one of the two keys"
+        )
+    if trainer.keep_quantized and full:
+        yield (
+            "trainer.keep_quantized: with trainer.full_finetuning weights change, and quantized ones cannot: leave out "
+            "one of the two"
+        )
+    if full and not modes.trains:
+        yield f"trainer.full_finetuning: {NO_GATEWAYS}: leave it out beside backend 'none'"
+    if full and not modes.manages_inference:
+        yield (
+            "trainer.full_finetuning: new weights can be put only into vLLMs that this server runs: leave out "
+            "external_inference_url"
+        )
+    if full and not modes.forwards:
+        yield (
+            "trainer.full_finetuning: trainer and vLLM each hold all weights, and cannot take turns on one device: "
+            "leave out trainer.placement.colocate_all"
+        )
+    if full and config.inference_api_key is not None:
+        yield f"inference_api_key: {NO_GATEWAYS}: leave it out"
+    if config.weights_travel and config.ray != "local" and config.checkpoint_store is None:
+        yield (
+            f"checkpoint_store: weights travel by it to the nodes of the Ray cluster ({config.ray}), and the "
+            "default is on this machine's disk: give s3://bucket/prefix, gs://..., az://..., or file:///directory "
+            "that every node sees under the same path"
+        )
+    if inference.ports and inference.ports[-1] > LAST_PORT:
+        yield (
+            f"generator.inference_engine.port: the last of {inference.num_engines} vLLMs would listen at "
+            f"{inference.ports[-1]}, and {LAST_PORT} is the last port"
+        )
 
 
 def vision_of(config: ServerConfig) -> VisionConfig | NoVision:
