@@ -8,8 +8,9 @@ own, which lock, an API process takes 0.395 s of CPU per 1,000 samples instead o
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -18,6 +19,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from skyrl.base.wire.errors import ErrorCategory
+
+T = TypeVar("T")
 
 
 class Tally:
@@ -59,38 +62,51 @@ class Spread:
         return self._sum
 
 
-class Tallies(Collector):
-    """One counter. Its series are made here, before they are used, one for each of `values` of the only label; or one
+class _Series(Collector, Generic[T]):
+    """One metric. Its series are made here, before they are used, one for each of `values` of the only label; or one
     without a label."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry | None,
+        name: str,
+        about: str,
+        series: Callable[[], T],
+        label: str,
+        values: Iterable[str],
+    ) -> None:
+        self._name, self._about, self._labels = name, about, [label] if label else []
+        self._series: dict[tuple[str, ...], T] = {(value,): series() for value in values} if label else {(): series()}
+        if registry is not None:
+            registry.register(self)
+
+    def __getitem__(self, value: str) -> T:
+        """Raises KeyError for a value that was not named at the start."""
+        return self._series[(value,)]
+
+    @property
+    def only(self) -> T:
+        """The series of a metric without a label."""
+        return self._series[()]
+
+
+class Tallies(_Series[Tally]):
+    """One counter."""
 
     def __init__(
         self, registry: CollectorRegistry | None, name: str, about: str, label: str = "", values: Iterable[str] = ()
     ) -> None:
-        self._name, self._about, self._labels = name, about, [label] if label else []
-        self._tallies: dict[tuple[str, ...], Tally] = (
-            {(value,): Tally() for value in values} if label else {(): Tally()}
-        )
-        if registry is not None:
-            registry.register(self)
-
-    def __getitem__(self, value: str) -> Tally:
-        """Raises KeyError for a value that was not named at the start."""
-        return self._tallies[(value,)]
-
-    @property
-    def only(self) -> Tally:
-        """The series of a counter without a label."""
-        return self._tallies[()]
+        super().__init__(registry, name, about, Tally, label, values)
 
     def collect(self) -> Iterable[Metric]:
         family = CounterMetricFamily(self._name, self._about, labels=self._labels)
-        for labels, tally in self._tallies.items():
+        for labels, tally in self._series.items():
             family.add_metric(labels, tally.value)
         yield family
 
 
-class Spreads(Collector):
-    """One histogram, as `Tallies`."""
+class Spreads(_Series[Spread]):
+    """One histogram."""
 
     def __init__(
         self,
@@ -101,25 +117,11 @@ class Spreads(Collector):
         label: str = "",
         values: Iterable[str] = (),
     ) -> None:
-        self._name, self._about, self._labels = name, about, [label] if label else []
-        self._spreads: dict[tuple[str, ...], Spread] = (
-            {(value,): Spread(bounds) for value in values} if label else {(): Spread(bounds)}
-        )
-        if registry is not None:
-            registry.register(self)
-
-    def __getitem__(self, value: str) -> Spread:
-        """Raises KeyError for a value that was not named at the start."""
-        return self._spreads[(value,)]
-
-    @property
-    def only(self) -> Spread:
-        """The series of a histogram without a label."""
-        return self._spreads[()]
+        super().__init__(registry, name, about, lambda: Spread(bounds), label, values)
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self._name, self._about, labels=self._labels)
-        for labels, spread in self._spreads.items():
+        for labels, spread in self._series.items():
             family.add_metric(labels, spread.buckets(), spread.sum)
         yield family
 
