@@ -186,15 +186,7 @@ class SupervisedProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab", buffering=0) as log:
             self._log_offset = self._write_divider(log)
-            return subprocess.Popen(
-                dies_with_parent(self._argv),
-                env=os.environ | self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                pass_fds=self._pass_fds,
-            )
+            return start_child(self._argv, os.environ | self._env, log, self._pass_fds)
 
     def _write_divider(self, log: FileIO) -> int:
         """Write the line that divides this start from the one before. Returns the size of the log in bytes."""
@@ -208,6 +200,21 @@ class SupervisedProcess:
         the child, and it cannot run while this method does."""
         if self.pid is not None:
             os.kill(self.pid, signal.SIGTERM)
+
+
+def start_child(
+    argv: Sequence[str], env: Mapping[str, str], log: FileIO, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a program in a group of its own, which writes to `log` and dies with this process. Raises OSError."""
+    return subprocess.Popen(
+        dies_with_parent(argv),
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        pass_fds=pass_fds,
+    )
 
 
 async def exit_code(child: subprocess.Popen[bytes]) -> int:

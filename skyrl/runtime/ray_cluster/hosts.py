@@ -26,7 +26,7 @@ from typing import Protocol
 
 from skyrl.base.config.server import ConfigError
 from skyrl.runtime.processes.ports import HeldPort, check_free
-from skyrl.runtime.processes.supervision import dies_with_parent, kill_group
+from skyrl.runtime.processes.supervision import kill_group, start_child
 
 UNASKED_S = 60.0
 LOG_BYTES, SIDECAR_LOG_BYTES = 64 * 1024, 16 * 1024
@@ -157,14 +157,7 @@ class ServerHost:
         """Raises OSError."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         with log.open("ab", buffering=0) as output:
-            return subprocess.Popen(
-                dies_with_parent(command.argv),
-                env=env | dict(command.env),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            return start_child(command.argv, env | dict(command.env), output)
 
     def _see_to_sidecar(self) -> None:
         """Start the sidecar if it does not run. It takes a second to start, so not more often."""

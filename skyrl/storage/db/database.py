@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sqlite3
 import threading
 import time
@@ -27,6 +26,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from skyrl.base.config.keys import readable_url
 from skyrl.base.config.server import ConfigError
 from skyrl.runtime.processes.backoff import Backoff
+from skyrl.storage.checkpoint_store.directories import sync
 from skyrl.storage.db.faults import is_transient, reason
 
 if TYPE_CHECKING:
@@ -196,11 +196,7 @@ class Database:
         """After this call all commits so far, of every process, survive a loss of power. Raises OSError."""
         log = None if self.file is None else self.file.with_name(f"{self.file.name}-wal")
         if log is not None and log.exists():
-            descriptor = os.open(log, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(log)
 
     def log_bytes(self) -> int:
         """Size of SQLite's write-ahead log; 0 without one."""

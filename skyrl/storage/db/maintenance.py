@@ -20,6 +20,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import JSON, Column, Connection, Row, Select, Table, Text, bindparam, cast, func, insert, select, text
 from sqlmodel import SQLModel
 
+from skyrl.storage.checkpoint_store.directories import sync
 from skyrl.storage.db import tables  # noqa: F401  (registers the tables)
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.faults import DatabaseError, reason
@@ -46,20 +47,12 @@ def backup(database: Database, to: Path) -> int:
         with closing(sqlite3.connect(database.file)) as source, closing(sqlite3.connect(partial)) as copy:
             source.backup(copy)
             copy.execute("PRAGMA journal_mode=DELETE")  # one file, without a log beside it
-        _sync(partial)
+        sync(partial)
         os.link(partial, to)  # unlike a rename, this never replaces a file
-        _sync(to.parent)
+        sync(to.parent)
     finally:
         partial.unlink()
     return to.stat().st_size
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def problems(database: Database) -> list[str]:
