@@ -29,7 +29,6 @@ from benchmarks import (
     rows_forwarding,
     rows_server,
     several_models,
-    snapshots,
     training,
     weights,
 )
@@ -46,9 +45,7 @@ STEPS: dict[str, Callable[[Stage], list[Row]]] = {
     "sdk": rows_forwarding.sdk,
     "memory": rows_server.memory,
     "training": training.training,
-    "snapshots": snapshots.snapshots,
     "restarts": restarts.restarts,
-    "idle": rows_server.idle,
     "growth": rows_server.growth,
     "routers": routers.compare_routers,
     "through-router": rows_forwarding.through_router,

@@ -12,7 +12,6 @@ to finish: where it reads a number or an array, asks for places that are not zer
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,13 +33,18 @@ number; the host waits for it, and the copy of four bytes is not counted."""
 _WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_consecutive", "_unique2"}
 
 
-class DeviceWork(TorchDispatchMode):
-    """Inside, calls `started` for each operation, `waited` where the host waits for the device, and `uploaded` for each
-    copy to the device. Not for several threads."""
+class Operations(TorchDispatchMode):
+    """Inside, counts operations, copies to the device (`uploads`) and waits of the host for it, by the phase in which
+    they start. Not for several threads."""
 
     def __init__(self) -> None:
         super().__init__()
         self._host = _HostCopies(self)
+        self.counts: dict[str, Counter[str]] = {}
+        """By phase, how often each operation has started, by name."""
+        self.uploads: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self._phases = ["other"]
 
     def __enter__(self) -> Self:
         self._host.__enter__()
@@ -57,33 +61,9 @@ class DeviceWork(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in _WAITS or (name == "index" and _has_mask(args[1])):
             self.waited()
-        self.started(name, func, args)
-        return func(*args, **(kwargs or {}))
-
-    @abstractmethod
-    def started(self, name: str, func: Any, args: tuple[Any, ...]) -> None: ...
-
-    @abstractmethod
-    def waited(self) -> None: ...
-
-    @abstractmethod
-    def uploaded(self) -> None: ...
-
-
-class Operations(DeviceWork):
-    """Inside, counts operations, uploads and waits by the phase in which they start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, Counter[str]] = {}
-        """By phase, how often each operation has started, by name."""
-        self.uploads: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
-        self._phases = ["other"]
-
-    def started(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
         if not func.is_view and name not in _NO_LAUNCH:
             self.counts.setdefault(self._phases[-1], Counter())[name] += 1
+        return func(*args, **(kwargs or {}))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -115,7 +95,7 @@ def _has_mask(indices: Any) -> bool:
 class _HostCopies(TorchFunctionMode):
     """Notices copies between host and device by the calls that make them: on a CPU they reach no kernel."""
 
-    def __init__(self, work: DeviceWork) -> None:
+    def __init__(self, work: Operations) -> None:
         super().__init__()
         self._work = work
 

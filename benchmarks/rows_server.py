@@ -1,12 +1,12 @@
-"""Rows about the server itself: memory, CPU when idle, growth of its database."""
+"""Rows about the server itself: memory, growth of its database."""
 
 from __future__ import annotations
 
 import time
 
-from benchmarks.processes import cpu_seconds, disk_bytes, parts_of, peak_resident_mb, resident_mb
+from benchmarks.processes import disk_bytes, parts_of, peak_resident_mb, resident_mb
 from benchmarks.rows_forwarding import errors
-from benchmarks.stage import Stage, gateway, trainer
+from benchmarks.stage import Stage, gateway
 from benchmarks.table import Row, Target
 from skyrl.cli.demo.server import DemoServer
 from skyrl.storage.db.database import Database
@@ -15,7 +15,6 @@ IN_FLIGHT = 2048
 RETENTION_S, QUICK_RETENTION_S = 15, 8
 RECLAIM_AT_MOST_S = 100.0
 BETWEEN_SWEEPS_S = 15.0
-SETTLE_S = 3.0
 
 
 def memory(stage: Stage) -> list[Row]:
@@ -28,25 +27,6 @@ def memory(stage: Stage) -> list[Row]:
     note = f"fresh server: {idle_mb:.0f} MB before, then {sent:,} samples in all"
     what = f"peak RSS of the API, {IN_FLIGHT:,} in flight"
     return [Row("memory", what, "MB", peak_mb, Target(250), errors=errors(load), note=note)]
-
-
-def idle(stage: Stage) -> list[Row]:
-    """CPU of a server without requests, in percent of a core, one row per process."""
-    seconds = 10.0 if stage.quick else 15.0
-    with trainer(stage.upstream) as server:
-        percent = _idle_percent(parts_of(server.pid), seconds)
-    stage.raw.append({"row": "idle", "path": "idle", "seconds": seconds, "percent": percent})
-    what = "idle {}, CPU over {:.0f} s"
-    return [Row("idle", what.format(name, seconds), "%", share, Target(1)) for name, share in percent.items()]
-
-
-def _idle_percent(parts: dict[str, int], seconds: float) -> dict[str, float]:
-    time.sleep(SETTLE_S)
-    before = {name: cpu_seconds(pid) for name, pid in parts.items()}
-    began = time.perf_counter()
-    time.sleep(seconds)
-    wall_s = time.perf_counter() - began
-    return {name: (cpu_seconds(pid) - before[name]) / wall_s * 100 for name, pid in parts.items()}
 
 
 def growth(stage: Stage) -> list[Row]:
