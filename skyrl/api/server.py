@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,7 +24,6 @@ from skyrl.api.signed_links import SignedUrls
 from skyrl.http.server import Server
 from skyrl.inference.features import inference_features
 from skyrl.runtime.metrics.files import publishing
-from skyrl.runtime.processes.garbage import collect_by_the_clock
 from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
 from skyrl.sampling.service import BEAT_S
 from skyrl.storage.db.faults import DatabaseError, outage, reason
@@ -191,30 +189,19 @@ async def close(services: Services) -> None:
         await asyncio.to_thread(services.spans.close)
 
 
-async def _drain(server: Server, services: Services) -> None:
-    """Refuse new samples, give samples in flight time while clients can still poll, then end the server."""
-    await drain(services)
-    services.futures.release_waiters()
-    server.should_exit = True
-
-
 async def serve(runtime: Runtime) -> None:
     gc.disable()  # the start makes many objects and no garbage; `collect_by_the_clock` goes on
     async with open_services(runtime) as services:
         app = create_app(services)
         app.prepare()
-        server = Server(app, http=protocol_with(app))
-        collect_by_the_clock()
-        draining: list[asyncio.Task[None]] = []
 
-        def drain_once() -> None:
-            if not draining:
-                draining.append(asyncio.create_task(_drain(server, services)))
+        async def end() -> None:
+            """Refuse new samples, and give those in flight time while clients can still poll."""
+            await drain(services)
+            services.futures.release_waiters()
 
-        for stop_signal in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(stop_signal, drain_once)
-        await server.serve([socket.socket(fileno=number) for number in runtime.listening])
-        await asyncio.gather(*draining)
+        listening = [socket.socket(fileno=number) for number in runtime.listening]
+        await Server(app, http=protocol_with(app)).serve_until_signal(listening, end)
 
 
 def main() -> None:

@@ -17,14 +17,17 @@ import asyncio
 import contextlib
 import logging
 import resource
+import signal
+import socket
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from skyrl.runtime.processes.garbage import collect_by_the_clock
 from skyrl.runtime.processes.logs import LimitedLog
 from skyrl.runtime.processes.ports import BACKLOG
 
@@ -387,8 +390,8 @@ def whole_answer(status: int, headers: Iterable[tuple[bytes, bytes]], body: byte
 
 
 class Server(uvicorn.Server):
-    """Serves one ASGI application until `should_exit` is set. The caller handles signals: uvicorn's handlers would end
-    the process before the caller has closed what it opened. `drain_s`: how long requests may go on after that.
+    """Serves one ASGI application until `should_exit` is set, without uvicorn's signal handlers, which would end the
+    process before the caller has closed what it opened. `drain_s`: how long requests may go on after that.
     Without `date_header`, an answer has only the headers that the application gives. `http` is the class of the
     connections."""
 
@@ -408,6 +411,27 @@ class Server(uvicorn.Server):
                 ws="none",
             )
         )
+
+    async def serve_until_signal(
+        self, sockets: list[socket.socket], drain: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Serve until SIGTERM or SIGINT. At the first one `drain` runs, while clients are still answered."""
+        ending: list[asyncio.Task[None]] = []
+
+        async def end() -> None:
+            if drain is not None:
+                await drain()
+            self.should_exit = True
+
+        def on_signal() -> None:
+            if not ending:
+                ending.append(asyncio.create_task(end()))
+
+        for name in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(name, on_signal)
+        collect_by_the_clock()
+        await self.serve(sockets)
+        await asyncio.gather(*ending)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

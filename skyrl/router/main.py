@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -40,7 +39,6 @@ from skyrl.router.state_file import StateFile
 from skyrl.router.worker import fetch
 from skyrl.runtime.metrics.files import publishing
 from skyrl.runtime.metrics.process import LoopLag
-from skyrl.runtime.processes.garbage import collect_by_the_clock
 from skyrl.runtime.processes.ports import listen
 from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process
 
@@ -198,15 +196,8 @@ async def _serve(options: RouterOptions) -> None:
     sockets = listen(options.host, options.port)
     async with open_router(options) as router:
         server = Server(router.app, date_header=False, drain_s=DRAIN_S, http=connection_class(router))
-        collect_by_the_clock()
-
-        def stop() -> None:
-            server.should_exit = True
-
-        for name in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(name, stop)
         logger.info("router on %s:%d, policy %s", options.host, options.port, options.policy)
-        await server.serve(sockets)
+        await server.serve_until_signal(sockets)
     logger.info("stopped")
 
 

@@ -5,9 +5,7 @@ the launcher's runtime file. Samples do not pass through it."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,9 +13,8 @@ from urllib.parse import urlsplit
 import uvloop
 
 from skyrl.http.server import Server
-from skyrl.inference.sidecar.app import Sidecar, open_sidecar
+from skyrl.inference.sidecar.app import open_sidecar
 from skyrl.inference.sidecar.settings import SidecarSettings
-from skyrl.runtime.processes.garbage import collect_by_the_clock
 from skyrl.runtime.processes.ports import listen
 from skyrl.runtime.processes.runtime import SIDECAR_ENV, Runtime, run_process, set_up_process
 
@@ -31,23 +28,7 @@ def run_sidecar(settings: SidecarSettings, around: Callable[[Any], Any] = lambda
 async def serve(settings: SidecarSettings, around: Callable[[Any], Any] = lambda sidecar: sidecar) -> None:
     sockets = listen(settings.host, settings.port)
     async with open_sidecar(settings) as sidecar:
-        server = Server(around(sidecar), date_header=False)
-        collect_by_the_clock()
-        draining: list[asyncio.Task[None]] = []
-
-        def drain_once() -> None:
-            if not draining:
-                draining.append(asyncio.create_task(_drain(server, sidecar)))
-
-        for stop_signal in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(stop_signal, drain_once)
-        await server.serve(sockets)
-        await asyncio.gather(*draining)
-
-
-async def _drain(server: Server, sidecar: Sidecar) -> None:
-    await sidecar.drain()
-    server.should_exit = True
+        await Server(around(sidecar), date_header=False).serve_until_signal(sockets, sidecar.drain)
 
 
 def settings_of(runtime: Runtime, number: int) -> SidecarSettings:
