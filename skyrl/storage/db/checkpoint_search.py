@@ -17,7 +17,7 @@ from sqlalchemy import ColumnElement, Connection, false, or_, select
 from skyrl.storage.db.checkpoints import NEWEST_FIRST, Checkpoint, Seen, checkpoint_of, checkpoints
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import models
-from skyrl.storage.db.session_search import MOST_COMPARED
+from skyrl.storage.db.session_search import microseconds, page_of
 from skyrl.storage.db.sessions import in_project, sessions
 
 _MICROSECOND = 1e-6
@@ -46,27 +46,13 @@ class CheckpointSearch:
 
     async def page(self, tenant: str, query: CheckpointQuery, limit: int) -> tuple[list[Checkpoint], Place | None]:
         """Up to `limit` checkpoints, newest first, and after which one the next page begins; None if there are no more.
-        It compares at most MOST_COMPARED checkpoints, as a search of sessions does."""
+        See `page_of`."""
 
         def read(connection: Connection) -> tuple[list[Checkpoint], Place | None]:
-            rows: list[Any] = []
-            last: Place | None = None
-            for number, row in enumerate(_candidates(connection, tenant, query)):
-                if number == MOST_COMPARED:
-                    return [checkpoint_of(each) for each in rows], last
-                last = _microseconds(row), row.id
-                if not _matches(row, query):
-                    continue
-                if len(rows) == limit:
-                    return [checkpoint_of(each) for each in rows], (_microseconds(rows[-1]), rows[-1].id)
-                rows.append(row)
-            return [checkpoint_of(each) for each in rows], None
+            rows, after = page_of(_candidates(connection, tenant, query), lambda row: _matches(row, query), limit)
+            return [checkpoint_of(each) for each in rows], after
 
         return await self._database.read_async(read)
-
-
-def _microseconds(row: Any) -> int:
-    return round(row.created_at * 1e6)
 
 
 def _candidates(connection: Connection, tenant: str, query: CheckpointQuery) -> Iterator[Any]:
@@ -88,7 +74,7 @@ def _candidates(connection: Connection, tenant: str, query: CheckpointQuery) -> 
             for part in query.seen.parts(tenant)
         ]
         for row in merge(*parts, key=lambda row: (row.created_at, row.id), reverse=True):
-            if query.after is None or (_microseconds(row), row.id) < query.after:
+            if query.after is None or (microseconds(row), row.id) < query.after:
                 yield row
 
 

@@ -6,7 +6,7 @@ because SQLite and PostgreSQL read JSON in different ways. SQL compares all othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,8 +69,27 @@ class FoundSession:
     checkpoint_bytes: int
 
 
-def _microseconds(row: Any) -> int:
+def microseconds(row: Any) -> int:
     return round(row.created_at * 1e6)
+
+
+def page_of(
+    rows: Iterable[Any], matches: Callable[[Any], bool], limit: int
+) -> tuple[list[Any], tuple[int, Any] | None]:
+    """Up to `limit` of the rows that match, and the place (the creation in microseconds, and the id) after which the
+    next page begins; None if there are no more. At most MOST_COMPARED rows are compared, so a page with fewer rows, or
+    none, may not be the last one."""
+    found: list[Any] = []
+    last: Any = None
+    for number, row in enumerate(rows):
+        if number == MOST_COMPARED:
+            return found, (microseconds(last), last.id)
+        last = row
+        if matches(row):
+            if len(found) == limit:
+                return found, (microseconds(found[-1]), found[-1].id)
+            found.append(row)
+    return found, None
 
 
 class SessionSearch:
@@ -79,22 +98,11 @@ class SessionSearch:
 
     async def page(self, tenant: str, query: SessionQuery, limit: int) -> tuple[list[FoundSession], Place | None]:
         """Up to `limit` sessions, newest first, and after which session the next page begins; None if there are no
-        more. It compares at most MOST_COMPARED sessions, so a page with fewer sessions, or none, may not be the last
-        one."""
+        more. See `page_of`."""
 
         def read(connection: Connection) -> tuple[list[FoundSession], Place | None]:
-            rows: list[Any] = []
-            last: Place | None = None
-            for number, row in enumerate(_candidates(connection, tenant, query)):
-                if number == MOST_COMPARED:
-                    return _with_checkpoints(connection, rows), last
-                last = _microseconds(row), row.id
-                if not _matches(row, query):
-                    continue
-                if len(rows) == limit:
-                    return _with_checkpoints(connection, rows), (_microseconds(rows[-1]), rows[-1].id)
-                rows.append(row)
-            return _with_checkpoints(connection, rows), None
+            rows, after = page_of(_candidates(connection, tenant, query), lambda row: _matches(row, query), limit)
+            return _with_checkpoints(connection, rows), after
 
         return await self._database.read_async(read)
 
@@ -113,7 +121,7 @@ def _candidates(connection: Connection, tenant: str, query: SessionQuery) -> Ite
     statement = select(sessions.c.id, sessions.c.created_at).where(*wanted).order_by(*NEWEST_FIRST)
     with connection.execute(statement, execution_options={"yield_per": READ_TOGETHER}) as keys:
         for some in keys.partitions():
-            ids = [key.id for key in some if query.after is None or (_microseconds(key), key.id) < query.after]
+            ids = [key.id for key in some if query.after is None or (microseconds(key), key.id) < query.after]
             rows = {row.id: row for row in connection.execute(select(sessions).where(sessions.c.id.in_(ids)))}
             yield from (rows[session_id] for session_id in ids)
 
@@ -149,6 +157,6 @@ def _with_checkpoints(connection: Connection, rows: list[Any]) -> list[FoundSess
     found: list[FoundSession] = []
     for row in rows:
         number, size = held.get(row.id, (0, 0))
-        more = {"created_us": _microseconds(row), "checkpoints": number, "checkpoint_bytes": size}
+        more = {"created_us": microseconds(row), "checkpoints": number, "checkpoint_bytes": size}
         found.append(record_of(FoundSession, row, **more))
     return found
