@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 
 import httpx
 
@@ -20,6 +19,7 @@ from skyrl.inference.full_weights import FullWeightsOfReplicas, VersionFiles
 from skyrl.inference.replica import NoAnswer, Replica, ReplicaState
 from skyrl.inference.router_members import NotTold, RouterMembers
 from skyrl.inference.vllm_client import VllmError
+from skyrl.runtime.processes.supervision import set_within
 
 logger = logging.getLogger(__name__)
 
@@ -341,9 +341,7 @@ class EngineGroup:
         every `watching_interval_s`: the publisher or the router may have failed. Not after each probe: each look asks
         the router about all replicas, so the work would grow with the square of their number."""
         while not self._closing.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._watching_interval_s):
-                    await self._changed.wait()
+            await set_within(self._changed, self._watching_interval_s)
             self._changed.clear()
             if not self._closing.is_set():
                 await self._tell_members()

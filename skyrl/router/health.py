@@ -10,11 +10,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 
 from skyrl.router.pool import Change, WorkerPool
 from skyrl.router.proxy import Proxy
 from skyrl.router.worker import Fetch, Refused, Unreachable, Worker, WorkerState
+from skyrl.runtime.processes.supervision import set_within
 
 PROBE_TIMEOUT_S = 5.0
 QUARANTINED_INTERVAL_S = 0.5
@@ -73,9 +73,7 @@ class HealthProber:
             wake.clear()
             await self._probe(worker)
             quarantined = worker.state is WorkerState.QUARANTINED
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._quarantined_interval_s if quarantined else self._interval_s):
-                    await wake.wait()
+            await set_within(wake, self._quarantined_interval_s if quarantined else self._interval_s)
 
     async def _probe(self, worker: Worker) -> None:
         try:

@@ -31,6 +31,7 @@ from skyrl.inference.sidecar.vllm import Vllm
 from skyrl.inference.sidecar.vllm_weights import VllmWeights
 from skyrl.runtime.metrics.files import publishing
 from skyrl.runtime.metrics.process import LoopLag
+from skyrl.runtime.processes.supervision import set_within
 
 _V1 = "/v1/"
 _ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
@@ -132,18 +133,12 @@ class Sidecar:
     async def drain(self) -> None:
         """Take no more samples. Give those in flight time to end, then abort them, and give that time to end."""
         self.in_flight.draining = True
-        if not await self._idle_within(self._settings.drain_s):
+        if not await set_within(self.in_flight.idle, self._settings.drain_s):
             try:
                 await self.in_flight.abort_all()
             except SidecarError as error:
                 logger.warning("samples that pass through were not aborted: %s", error)
-            await self._idle_within(self._settings.abort_s + 1)
-
-    async def _idle_within(self, seconds: float) -> bool:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.in_flight.idle.wait()
-        return self.in_flight.idle.is_set()
+            await set_within(self.in_flight.idle, self._settings.abort_s + 1)
 
 
 @contextlib.asynccontextmanager

@@ -20,6 +20,7 @@ from enum import StrEnum
 from skyrl.inference.sidecar.errors import BadRequest, Busy, NotOffered, Refused, SidecarError, VllmAway, VllmGone
 from skyrl.inference.sidecar.facts import is_paused
 from skyrl.inference.sidecar.vllm import Vllm
+from skyrl.runtime.processes.supervision import set_within
 
 logger = logging.getLogger(__name__)
 
@@ -305,9 +306,7 @@ class Pause:
             async with asyncio.timeout(self._abort_s + 1):
                 while not self._in_flight.quiet.is_set():
                     await self._in_flight.abort_running()
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(ABORT_AGAIN_S):
-                            await self._in_flight.quiet.wait()
+                    await set_within(self._in_flight.quiet, ABORT_AGAIN_S)
         except TimeoutError:
             raise VllmAway(f"{self._in_flight.running} requests have not ended") from None
 

@@ -7,8 +7,8 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
+from skyrl.runtime.processes.supervision import set_within
 from skyrl.storage.db.faults import is_transient, reason
 
 logger = logging.getLogger(__name__)
@@ -56,9 +56,7 @@ async def repeat(
     rounds = Rounds(name, period_s)
     pause_s = 0.0 if at_once else period_s * random.uniform(EARLIEST_FIRST, 1.0)
     while True:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):  # `wait_for` of 3.11 drops a cancellation that comes with a ring
-                await rung.wait()
+        await set_within(rung, pause_s)
         rung.clear()
         pause_s = period_s
         try:
