@@ -39,6 +39,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from skyrl.inference.vllm_plugin.adapters_cpu import use_adapters_in_place
 from skyrl.inference.vllm_plugin.experts_cpu import choose_cpu_kernels
 from skyrl.inference.vllm_plugin.slots import Slots
+from skyrl.runtime.processes.host_resources import trim
 
 WRAPPER = "skyrl.inference.vllm_plugin.punica.GroupedPunicaWrapperCPU"
 
@@ -284,12 +285,6 @@ def take_what_is_used() -> None:
         setattr(CPUModelRunner, name, _then_trimmed(getattr(CPUModelRunner, name)))
     for name in ("load_lora_model", "initialize_kv_cache"):
         setattr(CPUModelRunner, name, _inside(getattr(CPUModelRunner, name)))
-
-
-def trim() -> None:
-    """Give what was freed back to the kernel. Without glibc nothing happens."""
-    if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        malloc_trim(0)
 
 
 def _then_trimmed(original: Callable[..., Any]) -> Callable[..., Any]:
