@@ -49,8 +49,9 @@ class CheckpointSearch:
         See `page_of`."""
 
         def read(connection: Connection) -> tuple[list[Checkpoint], Place | None]:
-            rows, after = page_of(_candidates(connection, tenant, query), lambda row: _matches(row, query), limit)
-            return [checkpoint_of(each) for each in rows], after
+            rows, last = page_of(_candidates(connection, tenant, query), lambda row: _matches(row, query), limit)
+            place = None if last is None else (microseconds(last), last.id)
+            return [checkpoint_of(each) for each in rows], place
 
         return await self._database.read_async(read)
 

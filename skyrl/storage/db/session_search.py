@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, and_, false, func, or_, select
 
@@ -17,6 +17,8 @@ from skyrl.storage.db.columns import record_of
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import models
 from skyrl.storage.db.sessions import NEWEST_FIRST, in_project, sessions
+
+T = TypeVar("T")
 
 _MICROSECOND = 1e-6
 MOST_COMPARED = 10_000
@@ -73,21 +75,18 @@ def microseconds(row: Any) -> int:
     return round(row.created_at * 1e6)
 
 
-def page_of(
-    rows: Iterable[Any], matches: Callable[[Any], bool], limit: int
-) -> tuple[list[Any], tuple[int, Any] | None]:
-    """Up to `limit` of the rows that match, and the place (the creation in microseconds, and the id) after which the
-    next page begins; None if there are no more. At most MOST_COMPARED rows are compared, so a page with fewer rows, or
-    none, may not be the last one."""
-    found: list[Any] = []
-    last: Any = None
+def page_of(rows: Iterable[T], matches: Callable[[T], bool], limit: int) -> tuple[list[T], T | None]:
+    """Up to `limit` of the rows that match, and the row after which the next page begins; None if there are no more. At
+    most MOST_COMPARED rows are compared, so a page with fewer rows, or none, may not be the last one."""
+    found: list[T] = []
+    last: T | None = None
     for number, row in enumerate(rows):
         if number == MOST_COMPARED:
-            return found, (microseconds(last), last.id)
+            return found, last
         last = row
         if matches(row):
             if len(found) == limit:
-                return found, (microseconds(found[-1]), found[-1].id)
+                return found, found[-1]
             found.append(row)
     return found, None
 
@@ -101,8 +100,8 @@ class SessionSearch:
         more. See `page_of`."""
 
         def read(connection: Connection) -> tuple[list[FoundSession], Place | None]:
-            rows, after = page_of(_candidates(connection, tenant, query), lambda row: _matches(row, query), limit)
-            return _with_checkpoints(connection, rows), after
+            rows, last = page_of(_candidates(connection, tenant, query), lambda row: _matches(row, query), limit)
+            return _with_checkpoints(connection, rows), None if last is None else (microseconds(last), last.id)
 
         return await self._database.read_async(read)
 
