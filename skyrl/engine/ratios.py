@@ -13,6 +13,7 @@ Knows metrics by name. Knows nothing of commands and bodies.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,6 +48,7 @@ class RatioCheck:
 
     def __init__(self) -> None:
         self._models: LRUCache[str, _Checked] = LRUCache(MODELS)
+        self._lock = threading.Lock()
 
     def updated(self, model_id: str) -> None:
         """The model's samplers have got its weights, or it has loaded others."""
@@ -69,7 +71,8 @@ class RatioCheck:
         return {NOTICE: 1.0}
 
     def _of(self, model_id: str) -> _Checked:
-        return self._models.setdefault(model_id, _Checked())
+        with self._lock:
+            return self._models.setdefault(model_id, _Checked())
 
 
 def _sentence(ratio: float, divergence: float, loss_config: Mapping[str, float]) -> str:
