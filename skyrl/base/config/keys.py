@@ -225,8 +225,9 @@ class ServerKeys(BaseSettings):
                 value = json.loads(value)
             except json.JSONDecodeError as error:
                 raise ValueError(f"not JSON: {error}") from error
-        is_backends = info.field_name == "backend_config" and isinstance(value, dict)
-        return parse_backend_config(value) if is_backends else value
+        if info.field_name == "backend_config" and isinstance(value, dict):
+            return parse_backend_config(value)
+        return value
 
     @field_validator("backend", mode="before")
     @classmethod
