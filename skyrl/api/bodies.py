@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import io
 import shutil
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,8 +51,9 @@ def is_small(request: Request) -> bool:
     return size <= SMALL_BYTES
 
 
-async def receive(request: Request, max_bytes: int) -> bytes:
-    """The body as received. Raises RequestError 413 when it is larger than `max_bytes`."""
+async def receive(request: Request, max_bytes: int, arrived: Callable[[int], object] | None = None) -> bytes:
+    """The body as received. `arrived` is told how many bytes have come so far. Raises RequestError 413 when the body is
+    larger than `max_bytes`."""
     declared = declared_size(request)
     if declared is not None and declared > max_bytes:
         raise RequestError(f"the body has {declared} bytes; at most {max_bytes} are accepted", status=413)
@@ -68,6 +69,8 @@ async def receive(request: Request, max_bytes: int) -> bytes:
         if size > max_bytes:
             raise RequestError(f"the body has more than {max_bytes} bytes, the most that are accepted", status=413)
         parts.append(part)
+        if arrived is not None:
+            arrived(size)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -137,6 +140,11 @@ ARRIVE_S = 20.0
 LEAST_BYTES_PER_S = 64 * 2**10
 """A large body that has memory must arrive within ARRIVE_S plus its size divided by this rate. A client that stopped in
 the middle of a body would otherwise keep the memory, and other bodies would wait."""
+CROWDED_S, LOOK_S = 3.0, 1.0
+CROWDED_BYTES_PER_S = 4 * 2**20
+"""Once another tenant has waited for memory for CROWDED_S, a body that has some must have arrived at this rate, but for
+its first CROWDED_S. Else a tenant's slow bodies of max_body_bytes would keep all other tenants' passes waiting for
+hours."""
 
 
 class BodyMemory(SharedMemory):
@@ -182,14 +190,35 @@ class LargeBody:
         `BodyMemory.for_body` do, and RequestError 408 when the body does not arrive in time."""
         size = declared_size(self._request)
         await self._hold(self._received, size)
-        wait_s = ARRIVE_S + (size or 0) / LEAST_BYTES_PER_S
-        try:
-            async with asyncio.timeout(wait_s):
-                content = await receive(self._request, self._max_bytes)
-        except TimeoutError as error:
-            raise RequestError(f"the body did not arrive in {wait_s:.0f} s", status=408) from error
+        content = await self._receive(ARRIVE_S + (size or 0) / LEAST_BYTES_PER_S)
         await self._hold(self._expanded, expanded_size(self._request, content, self._max_bytes))
         return await expand(self._request, content, self._max_bytes)
+
+    async def _receive(self, most_s: float) -> bytes:
+        loop = asyncio.get_running_loop()
+        began, arrived, crowd = loop.time(), 0, ""
+
+        def note(size: int) -> None:
+            nonlocal arrived
+            arrived = size
+
+        def cut_if_slow() -> None:
+            nonlocal crowd, watch
+            expected = (loop.time() - began - CROWDED_S) * CROWDED_BYTES_PER_S
+            if self._held and arrived < expected and self._received.others_wait_s(self._tenant) >= CROWDED_S:
+                crowd = f": {arrived} bytes of it came, and others wait for its memory; send it faster, or less at once"
+                limit.reschedule(loop.time())
+            else:
+                watch = loop.call_later(LOOK_S, cut_if_slow)
+
+        watch = loop.call_later(CROWDED_S, cut_if_slow)
+        try:
+            async with asyncio.timeout(most_s) as limit:
+                return await receive(self._request, self._max_bytes, note)
+        except TimeoutError as error:
+            raise RequestError(f"the body did not arrive in {loop.time() - began:.0f} s{crowd}", status=408) from error
+        finally:
+            watch.cancel()
 
     async def _hold(self, memory: BodyMemory, size: int | None) -> None:
         if (taken := await memory.for_body(size, self._tenant)) is not None:

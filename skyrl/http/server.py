@@ -27,6 +27,7 @@ import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from skyrl.http.shared_memory import UnreadAnswers
 from skyrl.runtime.processes.garbage import collect_by_the_clock
 from skyrl.runtime.processes.logs import LimitedLog
 from skyrl.runtime.processes.ports import BACKLOG
@@ -39,6 +40,8 @@ _refusals = LimitedLog(logger)
 
 HEAD_BYTES = 64 * 2**10
 """The most bytes of a request beside its body: request line, headers, trailers, and the frames of its chunks."""
+MOST_HEADERS = 256
+"""Of a request; as many trailers. Thousands of tiny ones would fit HEAD_BYTES, and take the event loop 25 ms."""
 FRAMES_SHARE = 16
 """A request may have the bytes of its body, divided by this, beside HEAD_BYTES: a long body has many chunks."""
 IDLE_S = 75.0
@@ -51,6 +54,8 @@ LEAST_BYTES = 64 * 2**10
 UNREAD_S = 60.0
 """How long a client may take nothing of an answer of which more waits than the transport keeps without complaint
 (64 KiB). Then the connection is cut, and the request ends as if the client had gone."""
+_unread = UnreadAnswers(512 * 2**20)
+"""Of this process. Else a client that reads nothing could have any number of large results in memory."""
 REFUSED_BYTES = 512 * 2**20
 """How many more bytes of a body are read and thrown away after its request has been answered, as with 413 or 401. Many
 clients read an answer only after they have sent the whole body."""
@@ -118,11 +123,15 @@ class BoundedHttp(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._check_unread_after(self.transport.get_write_buffer_size())
+        self._check_unread_after(left := self.transport.get_write_buffer_size())
+        in_kernel = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        _unread.add(self.transport, left + in_kernel, self.loop.time())  # what was sent stays in memory, too
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_unread_check()
+        if self._running is not None and self._running.response_complete:
+            self._go_on()
 
     def _check_unread_after(self, unread: int) -> None:
         self._unread_check = self.loop.call_later(UNREAD_S, self._check_unread, unread)
@@ -138,6 +147,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self._unread_check is not None:
             self._unread_check.cancel()
             self._unread_check = None
+            _unread.remove(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unset_keepalive_if_required()
@@ -179,6 +189,15 @@ class BoundedHttp(HttpToolsProtocol):
         cycle.transport = _ClosedAfterBody(self)
         super()._start_asgi_task(cycle, app)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """As uvicorn's, with a bound. What is raised ends the parsing: see `send_400_response`."""
+        if len(self.headers) >= MOST_HEADERS:
+            raise ValueError
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+
     def on_headers_complete(self) -> None:
         self._in_head, self._deadline = False, None
         super().on_headers_complete()
@@ -212,8 +231,15 @@ class BoundedHttp(HttpToolsProtocol):
         return in_body and cycle is self.cycle and cycle.response_complete
 
     def on_response_complete(self) -> None:
-        """As uvicorn's, but with one timer at a time, and not a new one for each answer."""
+        """As uvicorn's, but with one timer at a time, and not a new one for each answer. No further request begins
+        before the client has taken nearly all of this answer: many large ones would wait in memory."""
         self.server_state.total_requests += 1
+        if self.flow.write_paused:
+            self.flow.pause_reading()
+        else:
+            self._go_on()
+
+    def _go_on(self) -> None:
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
@@ -273,7 +299,10 @@ class BoundedHttp(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "the request is not HTTP/1.1 as this server accepts it")
+        if len(self.headers) >= MOST_HEADERS:
+            self._refuse(431, f"a request may have {MOST_HEADERS} headers")
+        else:
+            self._refuse(400, "the request is not HTTP/1.1 as this server accepts it")
 
     def _refuse(self, status: int, detail: str) -> None:
         """Close the connection. Answer first, unless the client would read the answer as that to another request."""

@@ -1,10 +1,13 @@
-"""Memory that large bodies of requests, or large answers, share. Knows sizes and tenants, and no bytes."""
+"""Memory that large bodies of requests, or large answers, share. Knows sizes and tenants, and no bytes.
+
+`UnreadAnswers` bounds the answers of a process that its clients have not taken yet."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 
 class Reservation:
@@ -15,6 +18,7 @@ class Reservation:
         self.size = size
         self.on_granted = on_granted
         self.tenant = tenant
+        self.since = asyncio.get_running_loop().time()
         self.granted = False
 
     def release(self) -> None:
@@ -52,6 +56,11 @@ class SharedMemory:
             raise
         return reservation
 
+    def others_wait_s(self, tenant: str) -> float:
+        """For how long another tenant than this one has waited; 0 if none waits."""
+        since = [queue[0].since for other, queue in self._waiting.items() if other != tenant]
+        return asyncio.get_running_loop().time() - min(since) if since else 0.0
+
     def _grant(self) -> None:
         while self._waiting:
             tenant = min(self._waiting, key=self._held.__getitem__)
@@ -78,3 +87,45 @@ class SharedMemory:
             if not queue:
                 del self._waiting[tenant]
         self._grant()
+
+
+NEW_S = 1.0
+
+
+class _Unread(NamedTuple):
+    """An answer that waits `since`, in the event loop's time. It holds `held` bytes until its end; `left` of them were
+    to be sent then."""
+
+    since: float
+    held: int
+    left: int
+
+
+class UnreadAnswers:
+    """Answers of which more waits than a transport keeps without complaint. All together may hold `most` bytes, or one
+    alone more. Beyond that, the connection is cut whose client takes the fewest bytes in a second; of several such the
+    oldest, and those that wait for less than NEW_S last. A connection has one such answer at most."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: dict[asyncio.Transport, _Unread] = {}
+        self._held = 0
+
+    def add(self, transport: asyncio.Transport, held: int, now: float) -> None:
+        """`now`: the event loop's time."""
+        self._waiting[transport] = _Unread(now, held, transport.get_write_buffer_size())
+        self._held += held
+        while self._held > self._most and len(self._waiting) > 1:
+            slowest = min(self._waiting, key=lambda each: self._order(each, now))
+            self.remove(slowest)
+            slowest.abort()
+
+    def _order(self, transport: asyncio.Transport, now: float) -> tuple[bool, float]:
+        since, _, left = self._waiting[transport]
+        waits_s = now - since
+        return waits_s < NEW_S, (left - transport.get_write_buffer_size()) / max(waits_s, NEW_S)
+
+    def remove(self, transport: asyncio.Transport) -> None:
+        """The client has taken the answer, or is gone."""
+        if (unread := self._waiting.pop(transport, None)) is not None:
+            self._held -= unread.held

@@ -8,6 +8,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from loop_clock import LoopClock
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
@@ -171,6 +172,49 @@ async def test_a_body_that_does_not_arrive_gives_its_memory_back(
     with pytest.raises(RequestError, match="did not arrive") as refused:
         await first
     assert refused.value.status == 408
+
+
+async def test_a_slow_body_loses_its_memory_once_another_tenant_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three slow bodies kept all memory for more than an hour. Those who are alone, or fast, have their time."""
+    monkeypatch.setattr(body_memory, "CROWDED_BYTES_PER_S", 2**20)
+    memory, clock = BodyReader(tmp_path, {"training": MEMORY_BYTES}), LoopClock()
+
+    def read(tenant: str, size: int, *parts: int) -> asyncio.Task[bytes]:
+        left = [*parts]
+
+        async def receive() -> Message:
+            if not left:
+                await asyncio.Event().wait()
+            return {"type": "http.request", "body": b"x" * left.pop(0), "more_body": sum(parts) < size or bool(left)}
+
+        async def held() -> bytes:
+            async with memory.of(Request(request_of(size).scope, receive), tenant, "training") as body:
+                return body
+
+        return asyncio.create_task(held())
+
+    def later(seconds: float) -> asyncio.Task[None]:
+        clock.advance(seconds)
+        return asyncio.create_task(asyncio.sleep(0.05))
+
+    slow, fast = read("slow", HALF, 2**20), read("fast", HALF, HALF - 1)
+    await settle()
+    own = read("slow", HALF, HALF)
+    await later(7)
+    assert not slow.done(), "nobody else waits"
+    other = read("other", HALF, HALF)
+    await later(1)
+    assert not slow.done(), "the other one waits for a moment only"
+    await later(6)
+    async with asyncio.timeout(60):
+        assert len(await other) == len(await own) == HALF
+    with pytest.raises(RequestError, match="1048576 bytes of it came, and others wait") as refused:
+        await slow
+    assert refused.value.status == 408
+    assert not fast.done()
+    fast.cancel()
 
 
 async def test_control_bodies_need_memory_unless_they_are_small(tmp_path: Path) -> None:

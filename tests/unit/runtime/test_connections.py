@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import cast
 
 import pytest
 import uvicorn
@@ -16,27 +17,34 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from skyrl.http import server as connections
-from skyrl.http.server import HEAD_BYTES, BoundedHttp
+from skyrl.http.server import HEAD_BYTES, MOST_HEADERS, BoundedHttp
+from skyrl.http.shared_memory import UnreadAnswers
 from skyrl.runtime.processes.logs import LimitedLog
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /echo HTTP/1.1\r\nHost: x\r\n"
 SOON_S = 0.05
+GET_LARGE, LARGE = b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n", 32 * 2**20
 ANSWER_S = 60
 
 
 class Server:
     """An application that answers with the length of the body. A request to /held gets its answer after `released`.
-    The answer to /endless has no end."""
+    The answer to /endless has no end, that to /large LARGE bytes: more than the sockets hold."""
 
     def __init__(self) -> None:
         self.released = asyncio.Event()
         self.left = asyncio.Event()
+        self.requests = 0
         self.port = 0
         self.opened: list[Connection] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.requests += 1
         request = Request(scope, receive)
+        if request.url.path == "/large":
+            await Response(bytes(LARGE))(scope, receive, send)
+            return
         if request.url.path == "/held":
             await self.released.wait()
         if request.url.path == "/endless":
@@ -141,6 +149,15 @@ async def test_bytes_outside_a_body_are_bounded(server: Server, endless: bytes) 
     answer = await connection.read_until_closed()
     assert answer.startswith(b"HTTP/1.1 431 "), answer[:80]
     assert b'"detail":"a request may have' in answer
+
+
+@pytest.mark.parametrize("before", [GET, POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n"], ids=["head", "trailers"])
+async def test_headers_are_counted(server: Server, before: bytes) -> None:
+    room = MOST_HEADERS - (before == GET)  # it has the header Host
+    connection = await server.open(before + b"a:\r\n" * room + b"\r\n")
+    assert await connection.answer() == b"0"
+    await connection.send(before + b"a:\r\n" * (room + 1) + b"\r\n")
+    assert b'{"detail":"a request may have 256 headers"' in await connection.read_until_closed()
 
 
 @pytest.mark.parametrize("pieces", [1, 3000])
@@ -286,6 +303,61 @@ async def test_an_answer_that_nobody_reads_ends_with_its_connection(
     connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
     async with asyncio.timeout(ANSWER_S):
         await server.left.wait()
+
+
+async def test_answers_that_nobody_reads_are_bounded_together(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_unread", UnreadAnswers(LARGE))
+    unread = [await server.open() for _ in range(3)]
+    for connection in unread:
+        connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await connection.send(GET_LARGE)
+        assert await answers_another_connection(server)
+    for connection in unread:
+        connection.writer.transport.resume_reading()  # type: ignore[attr-defined]
+    assert [len(await connection.read_until_closed()) < LARGE for connection in unread[:2]] == [True, True]
+    assert len(await unread[2].answer()) == LARGE, "one may wait alone"
+
+
+class Taking:
+    """A transport whose answer of 100 bytes is taken."""
+
+    def __init__(self) -> None:
+        self.left, self.aborted = 100, False
+
+    def get_write_buffer_size(self) -> int:
+        return self.left
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_the_connection_is_cut_whose_client_takes_least() -> None:
+    waiting = UnreadAnswers(200)
+    slow, none, fast, new, last = transports = [Taking() for _ in range(5)]
+
+    def cut_by(transport: Taking, now: float) -> list[Taking]:
+        waiting.add(cast(asyncio.Transport, transport), 100, now)
+        return [each for each in transports if each.aborted]
+
+    assert cut_by(slow, 0.0) == cut_by(none, 2.0) == []
+    slow.left = 99
+    assert cut_by(fast, 10.0) == [none]
+    fast.left = 20
+    assert cut_by(new, 20.0) == [slow, none], "the newest has had no time yet"
+    waiting.remove(cast(asyncio.Transport, fast))
+    assert cut_by(last, 20.5) == [slow, none], "what was taken does not count"
+
+
+async def test_a_request_behind_an_answer_that_nobody_reads_waits(server: Server) -> None:
+    connection = await server.open()
+    connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    await connection.send(GET_LARGE * 2)
+    assert await answers_another_connection(server)
+    await connection.send(GET_LARGE)
+    assert await answers_another_connection(server)
+    assert server.requests == 3, "one of the three, and two of other connections"
+    connection.writer.transport.resume_reading()  # type: ignore[attr-defined]
+    assert [len(await connection.answer()) for _ in range(3)] == [LARGE] * 3
 
 
 async def test_a_slow_reader_keeps_its_connection_while_it_reads(
