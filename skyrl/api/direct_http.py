@@ -20,9 +20,10 @@ from skyrl.runtime.processes.turns import Turns
 logger = logging.getLogger(__name__)
 
 SHORT_WAY = ("/api/v1/asample", "/api/v1/retrieve_future")
-POLLS_PER_TURN = 64
-"""How many long polls begin or are cut off in one turn of the event loop: some milliseconds. When a proxy restarts, all
-do at once, and heartbeats and samples should not wait behind them."""
+SAMPLES_PER_TURN, POLLS_PER_TURN = 16, 64
+"""How many samples are taken, and how many long polls begin or are cut off, in one turn of the event loop: some
+milliseconds. A client may send thousands of samples at once, and all polls come again at once when a proxy restarts;
+heartbeats should not wait behind them."""
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 _FAILED = b"Internal Server Error"
 _FAILED_HEADERS = ((b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(_FAILED)))
@@ -135,8 +136,9 @@ class DirectHttp(BufferedRequests):
     """The API's side of a connection."""
 
     table: HttpTable
+    samples: Turns
     polls: Turns
-    """Both are set once per process, on a subclass: see `protocol_with`."""
+    """All are set once per process, on a subclass: see `protocol_with`."""
     paths = {path.encode(): path for path in SHORT_WAY}
     received: IncomingHeaders
     """The headers of the request whose body is arriving."""
@@ -179,10 +181,11 @@ class DirectHttp(BufferedRequests):
         if scope["path"] in LONG_POLLS:
             self.polls.add(partial(request.begin, scope))
         else:
-            request.begin(scope)
+            self.samples.add(partial(request.begin, scope))
         return True
 
 
 def protocol_with(table: HttpTable) -> type[DirectHttp]:
     """The class of connections for uvicorn."""
-    return type("ApiConnection", (DirectHttp,), {"table": table, "polls": Turns(POLLS_PER_TURN)})
+    shared = {"table": table, "samples": Turns(SAMPLES_PER_TURN), "polls": Turns(POLLS_PER_TURN)}
+    return type("ApiConnection", (DirectHttp,), shared)
