@@ -125,4 +125,5 @@ def create_app(services: Services) -> HttpTable:
         BodyMemoryHook(bodies),
         *((AccessLog(),) if services.config.access_log else ()),
     )
-    return HttpTable(resources, hooks, ErrorAnswers(Refusals(services.access), services.quotas), describe)
+    errors = ErrorAnswers(Refusals(services.access), services.quotas, services.metrics.refusals)
+    return HttpTable(resources, hooks, errors, describe)

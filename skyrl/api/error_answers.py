@@ -23,9 +23,11 @@ from skyrl.base.wire.errors import OverQuota, RequestError
 from skyrl.chat.dialects import messages
 from skyrl.chat.openai.errors import OpenAIError, error_body
 from skyrl.runtime.processes.logs import LimitedLog, about_request, plain
+from skyrl.sampling.metrics import RefusalMetrics
 from skyrl.sampling.quotas import Quotas
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
 from skyrl.storage.db.faults import DatabaseError, column_with_nul, is_transient, reason
+from skyrl.storage.shares import SHARE_OF_DISK
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,8 @@ DATABASE_RETRY_S = 2.0
 """`Retry-After` of a request that failed because the database was away."""
 MAX_PATH = 200
 """The most characters of an unknown path that the answer repeats."""
+MAX_DETAIL = 4_000
+"""The most characters of a sentence, which may repeat a value of the request."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +134,10 @@ class ErrorAnswer:
 class ErrorAnswers:
     """Answers an error by its nearest class in `kinds`, which ends with `Exception`."""
 
-    def __init__(self, refusals: Refusals, quotas: Quotas) -> None:
+    def __init__(self, refusals: Refusals, quotas: Quotas, metrics: RefusalMetrics) -> None:
         self._refusals = refusals
         self._quotas = quotas
+        self._metrics = metrics
         self.kinds: dict[type[Exception], Callable[[Call, Any], ErrorAnswer]] = {
             RequestError: self._refused,
             RequestValidationError: self._invalid,
@@ -152,8 +157,10 @@ class ErrorAnswers:
         self._refusals.note(call, error.status, error.message, error)
         if isinstance(error, OverQuota):
             self._quotas.refused[error.quota] += 1
+            if error.quota == SHARE_OF_DISK:
+                self._metrics.refused("share")
         code = error.code if isinstance(error, OpenAIError) else None
-        return ErrorAnswer(error.message, error.status, error.field, error.headers, code)
+        return ErrorAnswer(_cut(error.message, MAX_DETAIL), error.status, error.field, error.headers, code)
 
     def _invalid(self, call: Call, error: RequestValidationError) -> ErrorAnswer:
         first = error.errors()[0]
@@ -193,10 +200,14 @@ def _log(call: Call, sentence: str, *details: object, trace: Exception | None = 
     logger.error(f"%s %s{sentence}", call.request.method, call.request.url.path, *details, exc_info=trace, extra=extra)
 
 
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def _no_such_path(path: str) -> str:
     """The sentence for a path without a route. The SDK adds `/api/v1` to its base URL, so that a base URL which ends in
     `/api/v1` doubles it."""
-    shown = path if len(path) <= MAX_PATH else f"{path[:MAX_PATH]}..."
+    shown = _cut(path, MAX_PATH)
     if path.startswith(f"{API}{API}"):
         return f"no such path {shown!r}; the base URL ends before {API}"
     return f"no such path {shown!r}"

@@ -18,8 +18,8 @@ from skyrl.runtime.metrics.tallies import CANCELLED, OK, OUTCOMES, Spreads, Tall
 
 DURATION_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 OVERHEAD_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10)
-Refusal = Literal["full", "bytes", "quota", "stopping"]
-REFUSALS: tuple[Refusal, ...] = ("full", "bytes", "quota", "stopping")
+Refusal = Literal["full", "bytes", "quota", "share", "stopping"]
+REFUSALS: tuple[Refusal, ...] = ("full", "bytes", "quota", "share", "stopping")
 EVENTS = (
     "not_accepted",
     "upstream_busy",
@@ -62,10 +62,10 @@ class Used(msgspec.Struct):
 
 class RefusalMetrics:
     """Samples that were not accepted, of all base models together: a sample may be refused before its base model is
-    known. Call `refused` on one thread."""
+    known. With the reason `share`, passes, turns and sessions count, too. Call `refused` on one thread."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        about = "Samples that were not accepted."
+        about = "Samples that were not accepted, and all requests that the `share` of a tenant has refused."
         self._refused = Tallies(registry, "skyrl_samples_refused", about, "reason", REFUSALS)
 
     def refused(self, reason: Refusal) -> None:

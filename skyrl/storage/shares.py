@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl.base.wire.errors import RequestError
+from skyrl.base.wire.errors import OverQuota
 
 SHARE = 8
 """A tenant may hold up to SHARE times the capacity that is still free. One tenant alone gets 8/9 of the whole, two
@@ -29,6 +29,8 @@ ROW_BYTES = 1024
 """About what a row takes beside its body, with its indexes."""
 SESSIONS_S = 24 * 3600.0
 """How long a session's row counts. It stays longer, so that a tenant's runs stay listed."""
+SHARE_OF_DISK = "share_of_disk"
+"""The name of this bound among the quotas."""
 RETRY_S = 5.0
 LOOK_S = 0.5
 """How long a look at the disk holds."""
@@ -86,18 +88,18 @@ class DiskShares:
         return self._held.get(tenant, 0)
 
     def check(self, tenant: str, *, short: bool = False) -> None:
-        """Raises RequestError 429 if the tenant has its share. Nothing was recorded then, and waiting helps. Requests
+        """Raises OverQuota (429) if the tenant has its share. Nothing was recorded then, and waiting helps. Requests
         that are `short` may have LEAST_BYTES more: larger ones may wait for them."""
         if self._held.get(tenant, 0) < LEAST_BYTES:
             return
         self._forget()
         held = self.held(tenant)
         if is_over_on_disk(held - LEAST_BYTES if short else held, self._free_bytes()):
-            raise RequestError(
+            raise OverQuota(
+                SHARE_OF_DISK,
                 f"the requests, results and sessions of this API key's tenant have {held} bytes on the server's disk, "
                 f"which is its share: requests with their results are deleted {self._requests_s:.0f} s after their "
                 f"end (result_retention_s), agent sessions {self._agents_s:.0f} s after; try again later",
-                status=429,
                 retry_after_s=RETRY_S,
             )
 

@@ -63,6 +63,9 @@ async def test_passes_are_refused_at_the_tenants_share_and_not_recorded(serve: S
         refused(await api.post("forward", a_pass(mine, 9)))
         another = {"session_id": mine.partition(":")[0], "model_seq_id": 1, "base_model": BASE}
         refused(await api.post("create_model", another))
+        assert (await api.http.get("/statusz")).json()["quotas"]["refused"] == {shares.SHARE_OF_DISK: 3}
+        registry = api.services.metrics.registry
+        assert registry.get_sample_value("skyrl_samples_refused_total", {"reason": "share"}) == 3
         assert stored(database) == before
         again = await api.post("forward_backward", a_pass(mine, 8))
         assert again.status_code == 200, "a repeat adds nothing"

@@ -64,6 +64,12 @@ async def test_the_404_names_the_unknown_path(api: Api) -> None:
         assert len(answer.text) < 300
 
 
+async def test_a_refusal_repeats_a_bounded_part_of_a_value(api: Api) -> None:
+    answer = await api.post("session_heartbeat", {"session_id": "x" * 900_000})
+    assert answer.status_code == 404
+    assert (answer.json()["field"], len(answer.json()["detail"])) == ("session_id", 4_003)
+
+
 # Checkpoints of another kind
 
 
