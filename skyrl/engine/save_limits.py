@@ -44,13 +44,15 @@ class SaveLimits:
         """Refuse when the tenant's stored bytes have reached its quota, or its share of the disk. The checkpoint at
         `besides`, which the save would replace, does not count."""
 
+        of_tenant = quotas.StoredBytes(tenant, besides)
+
         def read(connection: Connection) -> str | None:
             limits = QuotaLimits.of(self._config).with_exceptions(quotas.exceptions_of(connection, tenant))
             if (limit := limits.stored_bytes) is not None:
-                stored = quotas.stored_bytes(connection, tenant, besides=besides)
+                stored = of_tenant.now(connection)
                 if stored >= limit:
                     return stored_sentence(stored, limit)
-            return quotas.over_disk_share(connection, tenant, self._disk, besides)
+            return quotas.over_disk_share(connection, of_tenant, self._disk)
 
         if (sentence := self._database.read(read)) is not None:
             raise FailedRequest(f"over quota: {sentence}")

@@ -184,15 +184,18 @@ class Quotas:
         return lambda c: _check_bound("sampling sessions", rows.living_samplers(c, tenant), bound, *objects)
 
     def stored_bytes(self, tenant: str, size: int) -> Check | None:
-        """The check before checkpoints of `size` bytes are added; None if nothing bounds the tenant's bytes."""
+        """The check before checkpoints of `size` bytes are added; None if nothing bounds the tenant's bytes. After an
+        early run (`check`) it is cheap in the transaction."""
         limit = self.of(tenant).stored_bytes if self.in_use else None
         if limit is None and self._saves is None:
             return None
 
+        of_tenant = rows.StoredBytes(tenant)
+
         def check(connection: Connection) -> None:
-            if limit is not None and (stored := rows.stored_bytes(connection, tenant)) + size > limit:
+            if limit is not None and (stored := of_tenant.now(connection)) + size > limit:
                 raise OverQuota("stored_bytes", stored_sentence(stored, limit))
-            if (sentence := rows.over_disk_share(connection, tenant, self._saves)) is not None:
+            if (sentence := rows.over_disk_share(connection, of_tenant, self._saves)) is not None:
                 raise OverQuota("stored_bytes", sentence)
 
         return check

@@ -5,7 +5,6 @@ A copy of a checkpoint belongs to a model that is not in training. Its session m
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from skyrl.storage.db import audit, usage
 from skyrl.storage.db.columns import lora_of, lora_values, record_of
 from skyrl.storage.db.database import Database, in_groups
 from skyrl.storage.db.models import Model, find_model, model_values, models
-from skyrl.storage.db.scopes import in_scope
+from skyrl.storage.db.scopes import in_scope, live
 from skyrl.storage.db.sessions import sessions
 from skyrl.storage.db.tables import CheckpointRow
 from skyrl.storage.db.writer import GroupCommitWriter
@@ -50,12 +49,6 @@ def _at(path: TinkerPath) -> ColumnElement[bool]:
         checkpoints.c.kind == path.kind,
         checkpoints.c.name == path.name,
     )
-
-
-def live() -> ColumnElement[bool]:
-    """The condition that a checkpoint has not expired. It is no range of the index of `expires_at`, because nearly all
-    checkpoints are live: SQLite would read them all by that index."""
-    return func.coalesce(checkpoints.c.expires_at, math.inf) > time.time()
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,7 @@ def forget(connection: Connection, now: float) -> int:
 def _make_room(connection: Connection, tenant: str, more: int, most_bytes: int, now: float) -> None:
     of_tenant = case((pictures.c.tenant == tenant, pictures.c.size_bytes), else_=0)
     sums = select(func.coalesce(func.sum(pictures.c.size_bytes), 0), func.coalesce(func.sum(of_tenant), 0))
-    while more:
+    while more and _may_be_full(connection, more, most_bytes):
         stored, own = connection.execute(sums).one()
         is_full = stored + more > most_bytes
         if not is_full and not (own and is_over(own, most_bytes - stored)):
@@ -138,6 +138,15 @@ def _make_room(connection: Connection, tenant: str, more: int, most_bytes: int, 
             status=429,
             retry_after_s=RETRY_S,
         )
+
+
+def _may_be_full(connection: Connection, more: int, most_bytes: int) -> bool:
+    """Whether the pictures' bytes must be added up. With 100,000 pictures that takes 13 ms; SQLite's file has more
+    bytes than they. (PostgreSQL compresses them, so that its table may have fewer.)"""
+    if connection.dialect.name != "sqlite":
+        return True
+    pages, size = (connection.exec_driver_sql(f"PRAGMA {name}").scalar_one() for name in ("page_count", "page_size"))
+    return is_over(pages * size + more, most_bytes - pages * size - more)
 
 
 def _ended_uses(now: float) -> Any:

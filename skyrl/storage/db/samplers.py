@@ -70,6 +70,11 @@ def add_sampler(connection: Connection, sampler: Sampler, seq_id: int, size_byte
     `size_bytes` is the size of the adapter's files."""
     if sampler_exists(connection, sampler.id):
         return False
+    _insert(connection, sampler, seq_id, size_bytes)
+    return True
+
+
+def _insert(connection: Connection, sampler: Sampler, seq_id: int, size_bytes: int | None) -> None:
     now = time.time()
     values = {
         "id": sampler.id,
@@ -85,7 +90,6 @@ def add_sampler(connection: Connection, sampler: Sampler, seq_id: int, size_byte
         "last_used_at": None if isinstance(sampler.weights, BaseWeights) else now,
     }
     connection.execute(insert(samplers), values)
-    return True
 
 
 def _record_use(connection: Connection, sampler: Sampler, saved: Checkpoint) -> None:
@@ -135,14 +139,14 @@ class Samplers:
         from. Raises what `check` raises of a new one."""
 
         def add(connection: Connection) -> Sampler:
-            if not sampler_exists(connection, sampler.id):
-                if check is not None:
-                    check(connection)
-                add_sampler(connection, sampler, seq_id, None if saved is None else saved.size_bytes)
-                if saved is not None:
-                    _record_use(connection, sampler, saved)
-            stored = find_sampler(connection, sampler.id, self._scope_of)
-            return stored if stored is not None else sampler
+            if sampler_exists(connection, sampler.id):
+                return find_sampler(connection, sampler.id, self._scope_of) or sampler
+            if check is not None:
+                check(connection)
+            _insert(connection, sampler, seq_id, None if saved is None else saved.size_bytes)
+            if saved is not None:
+                _record_use(connection, sampler, saved)
+            return sampler
 
         stored = await self._writer.transact(add)
         self._known.keep(stored)

@@ -1,18 +1,27 @@
-"""`Scope` as a condition of a statement. A row without a model, or of a model without a row, is in the scope that also
-has the names that nobody serves."""
+"""Conditions of statements: that a row is in a `Scope`, that a checkpoint is live. A row without a model, or of a model
+without a row, is in the scope that also has the names that nobody serves."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, select, true
+from sqlalchemy import ColumnElement, Connection, func, select, true
 
 from skyrl.base.types.weights import Scope
 from skyrl.storage.db.database import in_groups
-from skyrl.storage.db.tables import ModelRow
+from skyrl.storage.db.tables import CheckpointRow, ModelRow
 
+_checkpoints: Any = CheckpointRow.__table__  # type: ignore[attr-defined]
 _models: Any = ModelRow.__table__  # type: ignore[attr-defined]
+
+
+def live() -> ColumnElement[bool]:
+    """The condition that a checkpoint has not expired. It is no range of the index of `expires_at`, because nearly all
+    checkpoints are live: SQLite would read them all by that index."""
+    return func.coalesce(_checkpoints.c.expires_at, math.inf) > time.time()
 
 
 def in_scope(base_model: ColumnElement[str], scope: Scope) -> ColumnElement[bool]:

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, and_, false, func, or_, select
 
-from skyrl.storage.db.checkpoints import checkpoints, live
+from skyrl.storage.db.checkpoints import checkpoints
 from skyrl.storage.db.columns import record_of
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import models
+from skyrl.storage.db.scopes import live
 from skyrl.storage.db.sessions import NEWEST_FIRST, in_project, sessions
 
 T = TypeVar("T")

@@ -20,6 +20,7 @@ from sqlalchemy import Connection, case, delete, func, insert, or_, select, upda
 from skyrl.base.types.weights import AdapterVersion, FullWeights, WeightsRef
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.run_steps import SampledSums, Tenanted, add_samples
+from skyrl.storage.db.scopes import live
 from skyrl.storage.db.sessions import in_project, sessions
 from skyrl.storage.db.tables import CheckpointRow, MeterRow, ModelRow, UsageRow
 from skyrl.storage.db.writer import GroupCommitWriter
@@ -381,13 +382,12 @@ class Usage:
 
     async def stored(self, tenant: str, project_id: str | None = None) -> list[StoredCheckpoints]:
         """A tenant's live checkpoints by project. With `project_id`, only of that project."""
-        live = or_(_checkpoints.c.expires_at.is_(None), _checkpoints.c.expires_at > time.time())
         query = (
             select(sessions.c.project_id, func.count().label("n"), func.sum(_checkpoints.c.size_bytes).label("size"))
             .select_from(_checkpoints)
             .join(_models, _models.c.id == _checkpoints.c.model_id, isouter=True)
             .join(sessions, sessions.c.id == _models.c.session_id, isouter=True)
-            .where(_checkpoints.c.tenant == tenant, live)
+            .where(_checkpoints.c.tenant == tenant, live())
             .group_by(sessions.c.project_id)
             .order_by(sessions.c.project_id)
         )

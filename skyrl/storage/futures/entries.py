@@ -107,6 +107,8 @@ class Entries:
         self._shares = shares
         self.by_id: dict[str, Entry] = {}
         self.by_key: dict[RequestKey, Entry] = {}
+        self._of_session: dict[str, dict[str, Entry]] = {}
+        """Entries by session and id: thousands of sessions may end while others have 100,000 requests."""
         self.owned_elsewhere: set[str] = set()
         self._settled: OrderedDict[str, int] = OrderedDict()
         self._settled_bytes = 0
@@ -118,6 +120,9 @@ class Entries:
     def add(self, entry: Entry, *, owned_elsewhere: bool) -> None:
         """Remember a request, and whether another process settles it. For a known request only that may change."""
         self.by_id[entry.id] = entry
+        if entry.session_id not in self._of_session:
+            self._of_session[entry.session_id] = {}
+        self._of_session[entry.session_id][entry.id] = entry
         if entry.key is not None:
             self.by_key[entry.key] = entry
         if owned_elsewhere:
@@ -144,6 +149,12 @@ class Entries:
         self._end(entry, entry.size)
         self._settled_bytes -= self._settled.pop(entry.id, 0)
         self.by_id.pop(entry.id, None)
+        if entry.session_id in self._of_session:
+            siblings = self._of_session[entry.session_id]
+            if entry.id in siblings:
+                del siblings[entry.id]
+            if not siblings:
+                del self._of_session[entry.session_id]
         self.owned_elsewhere.discard(entry.id)
         if entry.key is not None and self.by_key.get(entry.key) is entry:
             del self.by_key[entry.key]
@@ -193,7 +204,7 @@ class Entries:
 
     def drop_session(self, session_id: str) -> list[str]:
         """Forget a closed session's pending requests, and wake those who wait for them. Returns their ids."""
-        dropped = [e for e in self.by_id.values() if e.session_id == session_id and e.outcome is None]
+        dropped = [entry for entry in self._of_session.get(session_id, {}).values() if entry.outcome is None]
         for entry in dropped:
             self.drop(entry)
             entry.wake()

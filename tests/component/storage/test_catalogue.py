@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ from benchmarks import catalogue_rows
 from skyrl.api.access import tenant_of_key
 from skyrl.base.config.loading import load_config
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.base.wire.paths import parse_path
+from skyrl.base.wire.paths import TinkerPath, parse_path
 from skyrl.engine import sweeping
 from skyrl.engine.sweeping import FileSweeper
 from skyrl.storage.checkpoint_store.registry import open_store
 from skyrl.storage.db import adapter_versions, quotas, retention, runs, session_ends, usage_report
 from skyrl.storage.db.adapter_versions import samplers
 from skyrl.storage.db.checkpoint_search import CheckpointQuery, CheckpointSearch
-from skyrl.storage.db.checkpoints import Checkpoints, Seen, checkpoints
+from skyrl.storage.db.checkpoints import Checkpoints, Seen, checkpoints, put, stored_at
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.models import Models
 from skyrl.storage.db.retention import Retention
@@ -132,6 +133,22 @@ async def test_lists_searches_and_the_page_read_no_large_table_whole(
     assert catalogue.read(lambda c: quotas.stored_bytes(c, TENANT)) == 100 * 10**6
     whole = [step for step in whole_reads(catalogue, sent) if OF_PUBLISHED not in step and OF_OPEN not in step]
     assert whole == []
+
+
+def test_a_tenants_bytes_are_summed_once_and_count_what_was_saved_since(catalogue: Database) -> None:
+    of_tenant = quotas.StoredBytes(TENANT)
+    before = catalogue.read(of_tenant.now)
+    saved = catalogue.read(lambda c: stored_at(c, PATH))
+    assert saved is not None
+
+    def add(connection: Connection) -> int:
+        for tenant, name in ((TENANT, "new"), (OTHER, "of another")):
+            path = TinkerPath(PATH.model_id, PATH.kind, name)
+            put(connection, replace(saved, tenant=tenant, path=path, size_bytes=7))
+        return of_tenant.now(connection)
+
+    assert catalogue.write(add) == before + 7
+    assert catalogue.read(quotas.StoredBytes(TENANT).now) == before + 7
 
 
 async def test_pages_are_read_in_the_order_of_an_index_and_counted_by_it(
