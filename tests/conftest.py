@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
 import secrets
 import shutil
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import certifi
 import hypothesis
 import pytest
 
@@ -33,6 +36,17 @@ hypothesis.settings.load_profile("ci")
 logging.getLogger("tinker.lib.internal_client_holder").setLevel(logging.ERROR)
 
 os.environ.setdefault("SKYRL_THREADS", "1")  # of servers: tests run side by side, one on each core
+
+_new_context, _kept_context = ssl.create_default_context, functools.cache(ssl.create_default_context)
+
+
+def _context(*arguments: Any, **named: Any) -> ssl.SSLContext:
+    """Every client of httpx reads the public certificates, also for plain HTTP: 25 ms of CPU. Here one does."""
+    make = _kept_context if named == {"cafile": certifi.where()} else _new_context
+    return make(*arguments, **named)
+
+
+ssl.create_default_context = _context
 
 gc.disable()  # until all tests are collected: their imports make millions of objects, and no garbage
 

@@ -25,6 +25,25 @@ if TYPE_CHECKING:
 SHARED_SERVER = "tests/e2e"
 """The group of the end-to-end tests that share a server. A new module of the folder belongs to it by default."""
 
+OTHER_HALF = "tests/e2e/test_openai.py"
+"""The group of those that share a second such server: one group would take longer than all others take in a third
+of the processes."""
+OTHER_HALF_MODULES = frozenset(
+    {
+        "tests/e2e/test_agents_on_page.py",
+        OTHER_HALF,
+        "tests/e2e/test_pages.py",
+        "tests/e2e/test_protocol_points.py",
+        "tests/e2e/test_quotas.py",
+        "tests/e2e/test_sampling.py",
+        "tests/e2e/test_sampling_features.py",
+        "tests/e2e/test_sdk_retries.py",
+        "tests/e2e/test_sight.py",
+        "tests/e2e/test_status_page.py",
+        "tests/e2e/test_vllm_fields.py",
+    }
+)
+
 PROGRAMS = "tests/e2e/sdk"
 """The group of the end-to-end tests of other programs, the released SDKs and the cookbook, on a second server. `make
 test` runs few of them, on the shared one."""
@@ -65,6 +84,7 @@ MORTAL = "tests/faults/test_vllm_replaced.py"
 MORTAL_MODULES = frozenset({"tests/faults/test_agent_durability.py", MORTAL})
 
 ORDER = (
+    OTHER_HALF,
     SHARED_SERVER,
     PROGRAMS,
     PLANE,
@@ -90,12 +110,12 @@ def group_of(nodeid: str) -> str:
     path = nodeid.partition("::")[0]
     if RUNS_SLOW_TESTS and path.startswith(tuple(f"{folder}/" for folder in PROGRAM_FOLDERS)):
         return PROGRAMS
+    for group, modules in ((OTHER_HALF, OTHER_HALF_MODULES), (MORTAL, MORTAL_MODULES), (ONE_VLLM, ONE_VLLM_MODULES)):
+        if path in modules:
+            return group
     for folder in (TOOLS, SHARED_SERVER, FUZZ, PLANE, RAY, VLLM_CODE):
         if path.startswith(f"{folder}/") and path not in OWN_SERVERS:
             return folder
-    for group, modules in ((MORTAL, MORTAL_MODULES), (ONE_VLLM, ONE_VLLM_MODULES)):
-        if path in modules:
-            return group
     return path
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -21,7 +22,9 @@ from tinker import types
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from skyrl.base.tiny import model_path
+from skyrl.base.types.weights import AdapterVersion, parse_weights
 from skyrl.cli.demo.server import DemoServer
+from skyrl.storage.checkpoint_store.versions import version_directory
 from skyrl.storage.db.database import Database
 from tests.databases import rows_in, url_of
 from tests.otlp_receiver import Collector, collector
@@ -164,6 +167,15 @@ def greedy(sampler: tinker.SamplingClient, prompt: list[int], max_tokens: int = 
 def ask(server: DemoServer, query: str, **values: Any) -> list[tuple[Any, ...]]:
     """Rows of the server's database. Parameters in the query are written `:name`."""
     return rows_in(url_of(server.state_dir), query, **values)
+
+
+def adapter_of(server: DemoServer, sampler: tinker.SamplingClient) -> Path:
+    """Where the server has the files of the adapter from which a client samples."""
+    query = "select weights from sampling_sessions where id = :id"
+    ((weights,),) = ask(server, query, id=sampler._sampling_session_id)
+    adapter = parse_weights(weights)
+    assert isinstance(adapter, AdapterVersion)
+    return version_directory(server.state_dir, adapter)
 
 
 def find_process(server: DemoServer, word: str) -> psutil.Process:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import urllib.request
 from collections.abc import Iterator
@@ -20,11 +17,15 @@ import tinker
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from typer.testing import CliRunner
 
 from skyrl.base.tiny import model_path
 from skyrl.cli.demo.server import DemoServer
+from skyrl.cli.downloads import adapter_directory
+from skyrl.cli.main import app
+from skyrl.trainer.tools.merge_adapter import merge
 
-from .conftest import ClientFactory, cross_entropy, greedy, train, vllm_of
+from .conftest import ClientFactory, adapter_of, cross_entropy, greedy, train, vllm_of
 
 pytestmark = pytest.mark.vllm
 
@@ -146,28 +147,31 @@ def test_an_export_goes_out_and_comes_back_as_an_upload(
 
 
 def test_a_checkpoint_is_merged_by_its_path(
-    server: DemoServer, trained: tinker.TrainingClient, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    server: DemoServer,
+    trained: tinker.TrainingClient,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokens = tokenizer.encode(TEXT)
     passed = trained.forward([cross_entropy(tokens)], "cross_entropy").result()
     ours = np.asarray(passed.loss_fn_outputs[0]["logprobs"].data)
-    environment = os.environ | {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-test"}
-    for name, path in (
-        ("state", trained.save_state("merged").result().path),
-        ("export", trained.save_weights_external("merged").result().path),
-    ):
-        merge = [sys.executable, "-m", "skyrl.cli.main", "adapter", "merge", "--dtype", "float32"]
-        command = [*merge, "tiny", path, str(tmp_path / name)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr
+    command = ["adapter", "merge", "--dtype", "float32", "tiny"]
+    environment = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-test"}
+    state, export = trained.save_state("merged").result().path, trained.save_weights_external("merged").result().path
+    done = CliRunner().invoke(app, [*command, state, str(tmp_path / "state")], env=environment)
+    assert done.exit_code == 0, done.output
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    with adapter_directory("adapter merge", export, server.url) as directory:  # the command, without its own process
+        merge(str(model_path()), directory, tmp_path / "export", torch.float32)
+    for name in ("state", "export"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0]
         merged = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
         np.testing.assert_allclose(merged, ours, atol=1e-4)
-    lost = [*command[:-2], f"{path}-lost", str(tmp_path / "lost")]
-    done = subprocess.run(lost, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
+    done = CliRunner().invoke(app, [*command, f"{export}-lost", str(tmp_path / "lost")], env=environment)
+    assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith("skyrl adapter merge: the server answers 404: checkpoint_id: no checkpoint")
 
 
@@ -176,9 +180,10 @@ def test_an_adapter_without_local_files_can_be_sampled_from(
 ) -> None:
     prompt = tokenizer.encode(TEXT)[:4]
     path = trained.save_weights_for_sampler("lost-and-found").result().path
-    expected = greedy(connect().create_sampling_client(model_path=path).result(), prompt)
-    newest = max((server.state_dir / "adapters").glob("*/v*"), key=os.path.getmtime)
-    shutil.rmtree(newest)
+    sampler = connect().create_sampling_client(model_path=path).result()
+    expected = greedy(sampler, prompt)
+    local = adapter_of(server, sampler)
+    shutil.rmtree(local)
     again = connect().create_sampling_client(model_path=path).result()
-    assert (newest / "adapter_model.safetensors").exists()
+    assert (local / "adapter_model.safetensors").exists()
     assert greedy(again, prompt) == expected

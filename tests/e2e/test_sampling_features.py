@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,11 +16,9 @@ from tinker import types
 from transformers import PreTrainedTokenizerBase
 
 from skyrl.base.tiny.corpus import IM_END, chat_prompt
-from skyrl.base.types.weights import AdapterVersion, parse_weights
 from skyrl.cli.demo.server import DemoServer
-from skyrl.storage.checkpoint_store.versions import version_directory
 
-from .conftest import ask, cross_entropy, train
+from .conftest import adapter_of, cross_entropy, train
 from .reference import Reference
 
 pytestmark = pytest.mark.vllm
@@ -84,14 +81,6 @@ def prompt(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def question(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """A prompt with an answer that ends by itself after about twenty tokens."""
     return tokenizer.encode(chat_prompt("sort: d,a,c,x,k,m,z,b,t"))
-
-
-def adapter_of(server: DemoServer, sampler: tinker.SamplingClient) -> Path:
-    query = "select weights from sampling_sessions where id = :id"
-    ((weights,),) = ask(server, query, id=sampler._sampling_session_id)
-    adapter = parse_weights(weights)
-    assert isinstance(adapter, AdapterVersion)
-    return version_directory(server.state_dir, adapter)
 
 
 def close(given: Any, expected: Any) -> None:

@@ -12,6 +12,8 @@ from tests.grouping import (
     ONE_VLLM,
     ONE_VLLM_MODULES,
     ORDER,
+    OTHER_HALF,
+    OTHER_HALF_MODULES,
     OWN_SERVERS,
     PROGRAMS,
     SHARED_SERVER,
@@ -28,6 +30,7 @@ from tests.slow import RUNS_SLOW_TESTS
         ("tests/unit/sampling/test_bucket.py::test_one[a/b::c]", "tests/unit/sampling/test_bucket.py"),
         ("tests/component/engine/test_old_rows.py::test_one", "tests/component/engine/test_old_rows.py"),
         ("tests/e2e/test_of_somebody_new.py::test_one", SHARED_SERVER),
+        ("tests/e2e/test_pages.py::test_one[a/b::c]", OTHER_HALF),
         ("tests/e2e/sdk/test_matrix.py::test_one", PROGRAMS if RUNS_SLOW_TESTS else SHARED_SERVER),
         ("tests/e2e/test_durability.py::test_one", "tests/e2e/test_durability.py"),
         ("tests/e2e/tools/test_tools.py::test_one", TOOLS),
@@ -44,6 +47,7 @@ def test_a_module_is_a_group_and_the_tests_of_a_shared_server_are_one(nodeid: st
 
 def test_slow_groups_start_first_and_unlisted_ones_last() -> None:
     in_order = [
+        "tests/e2e/test_sampling.py",
         "tests/e2e/test_new.py",
         "tests/e2e/test_durability.py",
         "tests/faults/test_a.py",
@@ -54,7 +58,8 @@ def test_slow_groups_start_first_and_unlisted_ones_last() -> None:
 
 
 def test_the_paths_of_the_groups_exist() -> None:
-    assert all((ROOT / path).exists() for path in (*ORDER, *OWN_SERVERS, *MORTAL_MODULES, *ONE_VLLM_MODULES))
+    modules = (*OTHER_HALF_MODULES, *OWN_SERVERS, *MORTAL_MODULES, *ONE_VLLM_MODULES)
+    assert all((ROOT / path).exists() for path in (*ORDER, *modules))
 
 
 def test_modules_listed_with_a_server_of_their_own_do_not_use_the_shared_one(request: pytest.FixtureRequest) -> None:
