@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from skyrl.base.tiny import model_path
+from skyrl.cli import models
 from skyrl.cli.demo.server import DemoServer
-from skyrl.cli.downloads import adapter_directory
 from skyrl.cli.main import app
-from skyrl.trainer.tools.merge_adapter import merge
+from skyrl.trainer.tools import merge_adapter
 
 from .conftest import ClientFactory, adapter_of, cross_entropy, greedy, train, vllm_of
 
@@ -156,21 +156,22 @@ def test_a_checkpoint_is_merged_by_its_path(
     tokens = tokenizer.encode(TEXT)
     passed = trained.forward([cross_entropy(tokens)], "cross_entropy").result()
     ours = np.asarray(passed.loss_fn_outputs[0]["logprobs"].data)
-    command = ["adapter", "merge", "--dtype", "float32", "tiny"]
+    # the command's own process would import torch and transformers, twice
+    monkeypatch.setattr(models, "_run", lambda tool, *arguments: merge_adapter.main(*arguments))
     environment = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-test"}
-    state, export = trained.save_state("merged").result().path, trained.save_weights_external("merged").result().path
-    done = CliRunner().invoke(app, [*command, state, str(tmp_path / "state")], env=environment)
-    assert done.exit_code == 0, done.output
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
-    with adapter_directory("adapter merge", export, server.url) as directory:  # the command, without its own process
-        merge(str(model_path()), directory, tmp_path / "export", torch.float32)
-    for name in ("state", "export"):
+    merge = ["adapter", "merge", "--dtype", "float32", "tiny"]
+    for name, path in (
+        ("state", trained.save_state("merged").result().path),
+        ("export", trained.save_weights_external("merged").result().path),
+    ):
+        done = CliRunner().invoke(app, [*merge, path, str(tmp_path / name)], env=environment)
+        assert done.exit_code == 0, done.output
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0]
         merged = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
         np.testing.assert_allclose(merged, ours, atol=1e-4)
-    done = CliRunner().invoke(app, [*command, f"{export}-lost", str(tmp_path / "lost")], env=environment)
+    done = CliRunner().invoke(app, [*merge, f"{path}-lost", str(tmp_path / "lost")], env=environment)
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith("skyrl adapter merge: the server answers 404: checkpoint_id: no checkpoint")
 

@@ -94,7 +94,7 @@ def test_trainer_and_sampler_agree_on_logprobs(connect: ClientFactory, tokenizer
 
 def test_reinforcement_learning_raises_the_reward(connect: ClientFactory) -> None:
     steps: list[Step] = []
-    settings = Settings(steps=18, prompts=8, group=8, epochs=1, learning_rate=3e-3)
+    settings = Settings(steps=12, prompts=8, group=8, epochs=1, learning_rate=3e-3)
     train_rl(connect(), "tiny", TASKS["count"], settings, steps.append)
     rewards = [step.reward for step in steps]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15, rewards

@@ -32,7 +32,7 @@ from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import EngineState, read_state
 from skyrl.storage.db.futures import futures
 from tests.engine_process import SERVER, WAIT_S, EngineProcess, start_engine
-from tests.postgres_server import ON_BOTH, ON_POSTGRES, PostgresServer
+from tests.postgres_server import ON_BOTH_SLOWLY, ON_POSTGRES, PostgresServer
 
 LOADING = "loading the base model"
 
@@ -76,7 +76,7 @@ def test_an_engine_without_database_ends_when_it_gets_a_signal(
         assert "Traceback" not in engine.log
 
 
-@ON_BOTH
+@ON_BOTH_SLOWLY
 def test_an_engine_ends_with_the_reason_if_another_server_took_its_claim(engine: EngineProcess) -> None:
     engine.until(lambda: engine.state().training_ready)
     taken_over = False
