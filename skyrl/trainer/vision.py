@@ -16,6 +16,7 @@ import torch
 from cachetools import LRUCache
 from PIL import Image
 from torch import Tensor
+from transformers import AutoImageProcessor
 
 from skyrl.base.pictures.decoding import opened
 from skyrl.base.pictures.picture import BadPicture, PlacedPicture
@@ -133,8 +134,6 @@ def make_tower(path: str, module: Any | None, device: torch.device, *, pictures:
 def load_processor(path: str) -> Any:
     """The image processor of the base model: the one that vLLM chooses, which is transformers' default. Raises
     ConfigError if it cannot be loaded, or fails on a small picture."""
-    from transformers import AutoImageProcessor  # imports torchvision, which takes 2 s that no other model needs
-
     try:
         processor = AutoImageProcessor.from_pretrained(path)
         processor(images=[Image.new("RGB", (64, 64))], return_tensors="pt")
