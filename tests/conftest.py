@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import certifi
 import hypothesis
 import pytest
 
@@ -42,7 +41,7 @@ _new_context, _kept_context = ssl.create_default_context, functools.cache(ssl.cr
 
 def _context(*arguments: Any, **named: Any) -> ssl.SSLContext:
     """Every client of httpx reads the public certificates, also for plain HTTP: 25 ms of CPU. Here one does."""
-    make = _kept_context if named == {"cafile": certifi.where()} else _new_context
+    make = _kept_context if not arguments and named.keys() == {"cafile"} else _new_context
     return make(*arguments, **named)
 
 

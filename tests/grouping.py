@@ -26,8 +26,7 @@ SHARED_SERVER = "tests/e2e"
 """The group of the end-to-end tests that share a server. A new module of the folder belongs to it by default."""
 
 OTHER_HALF = "tests/e2e/test_openai.py"
-"""The group of those that share a second such server: one group would take longer than all others take in a third
-of the processes."""
+"""The group of those that share a second such server: one group of all takes more than ten minutes of two cores."""
 OTHER_HALF_MODULES = frozenset(
     {
         "tests/e2e/test_agents_on_page.py",

@@ -156,8 +156,6 @@ def test_a_checkpoint_is_merged_by_its_path(
     tokens = tokenizer.encode(TEXT)
     passed = trained.forward([cross_entropy(tokens)], "cross_entropy").result()
     ours = np.asarray(passed.loss_fn_outputs[0]["logprobs"].data)
-    # the command's own process would import torch and transformers, twice
-    monkeypatch.setattr(models, "_run", lambda tool, *arguments: merge_adapter.main(*arguments))
     environment = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-test"}
     merge = ["adapter", "merge", "--dtype", "float32", "tiny"]
     for name, path in (
@@ -171,6 +169,8 @@ def test_a_checkpoint_is_merged_by_its_path(
             logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0]
         merged = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
         np.testing.assert_allclose(merged, ours, atol=1e-4)
+        # The other merge runs here: the command's own process imports torch and transformers, 8 s of CPU.
+        monkeypatch.setattr(models, "_run", lambda tool, *arguments: merge_adapter.main(*arguments))
     done = CliRunner().invoke(app, [*merge, f"{path}-lost", str(tmp_path / "lost")], env=environment)
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith("skyrl adapter merge: the server answers 404: checkpoint_id: no checkpoint")

@@ -134,7 +134,7 @@ print(len(answer.sequences[0].tokens))
 """
 
 
-@pytest.mark.parametrize("for_all", [True, False])
+@pytest.mark.parametrize("for_all", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_clones_of_a_client_use_different_sample_numbers(server: DemoServer, proxy: FaultProxy, for_all: bool) -> None:
     if for_all:
         enable_polls_for_all(proxy)
