@@ -21,7 +21,7 @@ from skyrl.api.direct_http import protocol_with
 from skyrl.api.served import POLL_S
 from skyrl.api.services import Services
 from skyrl.api.signed_links import SignedUrls
-from skyrl.http.server import Server
+from skyrl.http.serving import Server
 from skyrl.inference.features import inference_features
 from skyrl.runtime.metrics.files import publishing
 from skyrl.runtime.processes.runtime import Runtime, run_process, set_up_process

@@ -1,5 +1,4 @@
-"""How every HTTP server of skyrl listens: uvicorn with bounds on connections, without signal handlers of its own and
-without a log of requests.
+"""The connections of every HTTP server of skyrl: uvicorn's, with bounds.
 
 `BoundedHttp` is uvicorn's side of a connection, with limits on requests that are not complete yet, and on answers that
 nobody reads. No API key has been checked before a request is complete. uvicorn keeps a head or a trailer of any length,
@@ -14,23 +13,18 @@ request at once, at a fraction of the cost; the subclass knows which requests. K
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import resource
-import signal
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Generator, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import uvicorn
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from skyrl.http.shared_memory import UnreadAnswers
-from skyrl.runtime.processes.garbage import collect_by_the_clock
 from skyrl.runtime.processes.logs import LimitedLog
-from skyrl.runtime.processes.ports import BACKLOG
 
 if TYPE_CHECKING:
     import httptools
@@ -416,52 +410,3 @@ def whole_answer(status: int, headers: Iterable[tuple[bytes, bytes]], body: byte
         parts += (name, b": ", value, b"\r\n")
     parts += (b"\r\n" if keep_alive else b"connection: close\r\n\r\n", body)
     return b"".join(parts)
-
-
-class Server(uvicorn.Server):
-    """Serves one ASGI application until `should_exit` is set, without uvicorn's signal handlers, which would end the
-    process before the caller has closed what it opened. `drain_s`: how long requests may go on after that.
-    Without `date_header`, an answer has only the headers that the application gives. `http` is the class of the
-    connections."""
-
-    def __init__(self, app: Any, *, date_header: bool = True, drain_s: float = 3, http: Any = BoundedHttp) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=http,
-                log_level="error",  # uvicorn would warn of every request that is not HTTP
-                access_log=False,
-                backlog=BACKLOG,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=round(drain_s),
-                server_header=False,
-                date_header=date_header,
-                lifespan="off",
-                ws="none",
-            )
-        )
-
-    async def serve_until_signal(
-        self, sockets: list[socket.socket], drain: Callable[[], Awaitable[None]] | None = None
-    ) -> None:
-        """Serve until SIGTERM or SIGINT. At the first one `drain` runs, while clients are still answered."""
-        ending: list[asyncio.Task[None]] = []
-
-        async def end() -> None:
-            if drain is not None:
-                await drain()
-            self.should_exit = True
-
-        def on_signal() -> None:
-            if not ending:
-                ending.append(asyncio.create_task(end()))
-
-        for name in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(name, on_signal)
-        collect_by_the_clock()
-        await self.serve(sockets)
-        await asyncio.gather(*ending)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield

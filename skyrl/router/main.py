@@ -23,7 +23,8 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from skyrl.http.admin_key import AdminKey
-from skyrl.http.server import BoundedHttp, Server
+from skyrl.http.server import BoundedHttp
+from skyrl.http.serving import Server
 from skyrl.router.admin import AdminRoutes
 from skyrl.router.app import RouterApp, ToWorkers, is_own
 from skyrl.router.broadcast import Broadcasts

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from skyrl.http.connection import address_of, connect
-from skyrl.http.server import Server
+from skyrl.http.serving import Server
 from skyrl.router.app import RouterApp
 from skyrl.router.fast_path import FastPathRule
 from skyrl.router.main import RouterOptions, connection_class, open_router

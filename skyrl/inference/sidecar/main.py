@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from skyrl.http.server import Server
+from skyrl.http.serving import Server
 from skyrl.inference.sidecar.app import open_sidecar
 from skyrl.inference.sidecar.settings import SidecarSettings
 from skyrl.runtime.processes.ports import listen

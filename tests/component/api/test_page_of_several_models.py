@@ -15,7 +15,7 @@ from two_models import JUDGE, STUDENT, TEACHER
 
 from skyrl.api import served
 from skyrl.api.app import create_app
-from skyrl.http.server import Server
+from skyrl.http.serving import Server
 from skyrl.runtime.processes.ports import listen
 from skyrl.storage.db.database import Database
 from skyrl.storage.db.engine_state import clear

@@ -21,7 +21,7 @@ from skyrl.api.app import create_app
 from skyrl.api.request_status import finding
 from skyrl.base.types.activity import EngineActivity, ModelActivity, RecoveryProgress, WaitsFor, encode_activity
 from skyrl.base.types.requests import Kind
-from skyrl.http.server import Server
+from skyrl.http.serving import Server
 from skyrl.storage.db import engine_state
 from skyrl.storage.db.database import Database
 from tests.e2e.sdk.matrix import isolated, versions

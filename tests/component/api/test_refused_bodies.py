@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from skyrl.api.app import create_app
 from skyrl.api.direct_http import protocol_with
 from skyrl.http import server as connections
-from skyrl.http.server import Server
+from skyrl.http.serving import Server
 from skyrl.router.proxy import Limits
 from tests.garbage import skyrl_garbage
 
