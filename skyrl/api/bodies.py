@@ -184,6 +184,8 @@ class LargeBody:
         self._received, self._expanded = received, expanded
         self._max_bytes = max_bytes
         self._held: list[Reservation] = []
+        self._arrived = 0
+        self._next_look: asyncio.TimerHandle | None = None
 
     async def read(self) -> bytes:
         """The decompressed body. Its memory is held until `release`. Raises as `receive`, `expand` and
@@ -196,29 +198,31 @@ class LargeBody:
 
     async def _receive(self, most_s: float) -> bytes:
         loop = asyncio.get_running_loop()
-        began, arrived, crowd = loop.time(), 0, ""
-
-        def note(size: int) -> None:
-            nonlocal arrived
-            arrived = size
-
-        def cut_if_slow() -> None:
-            nonlocal crowd, watch
-            expected = (loop.time() - began - CROWDED_S) * CROWDED_BYTES_PER_S
-            if self._held and arrived < expected and self._received.others_wait_s(self._tenant) >= CROWDED_S:
-                crowd = f": {arrived} bytes of it came, and others wait for its memory; send it faster, or less at once"
-                limit.reschedule(loop.time())
-            else:
-                watch = loop.call_later(LOOK_S, cut_if_slow)
-
-        watch = loop.call_later(CROWDED_S, cut_if_slow)
+        began = loop.time()
         try:
             async with asyncio.timeout(most_s) as limit:
-                return await receive(self._request, self._max_bytes, note)
+                self._watch(limit, began)
+                return await receive(self._request, self._max_bytes, self._note)
         except TimeoutError as error:
-            raise RequestError(f"the body did not arrive in {loop.time() - began:.0f} s{crowd}", status=408) from error
+            seconds = loop.time() - began
+            crowd = "" if seconds >= most_s else f", only {self._arrived} bytes, while others wait for its memory"
+            raise RequestError(f"the body did not arrive in {seconds:.0f} s{crowd}", status=408) from error
         finally:
-            watch.cancel()
+            if self._next_look is not None:
+                self._next_look.cancel()
+
+    def _note(self, arrived: int) -> None:
+        self._arrived = arrived
+
+    def _watch(self, limit: asyncio.Timeout, began: float) -> None:
+        """End a body that is slow while others wait for its memory, now or at a later look."""
+        loop = asyncio.get_running_loop()
+        expected = (loop.time() - began - CROWDED_S) * CROWDED_BYTES_PER_S
+        if self._held and self._arrived < expected and self._received.others_wait_s(self._tenant) >= CROWDED_S:
+            if not limit.expired():
+                limit.reschedule(loop.time())
+        else:
+            self._next_look = loop.call_later(LOOK_S, self._watch, limit, began)
 
     async def _hold(self, memory: BodyMemory, size: int | None) -> None:
         if (taken := await memory.for_body(size, self._tenant)) is not None:

@@ -90,6 +90,7 @@ class SharedMemory:
 
 
 NEW_S = 1.0
+"""How long a client's pace says nothing yet."""
 
 
 class _Unread(NamedTuple):

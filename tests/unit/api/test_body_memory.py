@@ -210,7 +210,7 @@ async def test_a_slow_body_loses_its_memory_once_another_tenant_waits(
     await later(6)
     async with asyncio.timeout(60):
         assert len(await other) == len(await own) == HALF
-    with pytest.raises(RequestError, match="1048576 bytes of it came, and others wait") as refused:
+    with pytest.raises(RequestError, match="only 1048576 bytes, while others wait") as refused:
         await slow
     assert refused.value.status == 408
     assert not fast.done()
