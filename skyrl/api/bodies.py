@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import zstandard
+from cachetools import TTLCache
 from starlette.requests import Request
 
 from skyrl.base.wire.errors import NoSpace, RequestError
@@ -143,8 +144,11 @@ the middle of a body would otherwise keep the memory, and other bodies would wai
 CROWDED_S, LOOK_S = 3.0, 1.0
 CROWDED_BYTES_PER_S = 4 * 2**20
 """Once another tenant has waited for memory for CROWDED_S, a body that has some must have arrived at this rate, but for
-its first CROWDED_S. Else a tenant's slow bodies of max_body_bytes would keep all other tenants' passes waiting for
-hours."""
+its first seconds: CROWDED_S. Else a tenant's slow bodies of max_body_bytes would keep all other tenants' passes waiting
+for hours."""
+MOST_CROWDED_S, PATIENCE_S, MAX_PATIENCES = 64.0, 600.0, 1_000
+"""Each body of a tenant that was ended for that gives the tenant's later ones twice as many first seconds, up to
+MOST_CROWDED_S, for PATIENCE_S; so a client behind a slow line gets through in the end."""
 
 
 class BodyMemory(SharedMemory):
@@ -153,6 +157,15 @@ class BodyMemory(SharedMemory):
     def __init__(self, directory: Path, size: int = MEMORY_BYTES) -> None:
         super().__init__(size)
         self._directory = directory
+        self._patience: TTLCache[str, float] = TTLCache(MAX_PATIENCES, PATIENCE_S)
+
+    def first_seconds(self, tenant: str) -> float:
+        """In which a body of the tenant may be slow though others wait for its memory."""
+        return self._patience.get(tenant, CROWDED_S)
+
+    def was_slow(self, tenant: str) -> None:
+        """A body of the tenant was ended for that."""
+        self._patience[tenant] = min(2 * self.first_seconds(tenant), MOST_CROWDED_S)
 
     async def for_body(self, size: int | None, tenant: str) -> Reservation | None:
         """Wait until there is memory for a body; all of it if the size is not known. None: a small body needs none.
@@ -216,11 +229,12 @@ class LargeBody:
 
     def _watch(self, limit: asyncio.Timeout, began: float) -> None:
         """End a body that is slow while others wait for its memory, now or at a later look."""
-        loop = asyncio.get_running_loop()
-        expected = (loop.time() - began - CROWDED_S) * CROWDED_BYTES_PER_S
-        if self._held and self._arrived < expected and self._received.others_wait_s(self._tenant) >= CROWDED_S:
+        loop, memory = asyncio.get_running_loop(), self._received
+        expected = (loop.time() - began - memory.first_seconds(self._tenant)) * CROWDED_BYTES_PER_S
+        if self._held and self._arrived < expected and memory.others_wait_s(self._tenant) >= CROWDED_S:
             if not limit.expired():
                 limit.reschedule(loop.time())
+                memory.was_slow(self._tenant)
         else:
             self._next_look = loop.call_later(LOOK_S, self._watch, limit, began)
 

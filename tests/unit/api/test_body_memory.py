@@ -215,6 +215,14 @@ async def test_a_slow_body_loses_its_memory_once_another_tenant_waits(
     assert refused.value.status == 408
     assert not fast.done()
     fast.cancel()
+    again, other = read("slow", MEMORY_BYTES, 2**20), read("other", HALF, HALF)
+    await settle()
+    await later(6)
+    assert not again.done(), "the second time it may take longer"
+    await later(2)
+    with pytest.raises(RequestError, match="while others wait"):
+        await again
+    assert len(await other) == HALF
 
 
 async def test_control_bodies_need_memory_unless_they_are_small(tmp_path: Path) -> None:
