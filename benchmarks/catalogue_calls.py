@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 
 from benchmarks.connection import Connection
 from benchmarks.samples import LoadSpec, TinkerSamples
@@ -37,6 +39,8 @@ POSTS = {
     "search sessions": ("/api/v1/sessions/search", {"limit": 20}),
     "resolve a path": ("/api/v1/weights_info", {"tinker_path": PATH}),
 }
+CLIENT = "make a sampling client"
+READS = ": reads"
 Call = Callable[[], Awaitable[tuple[int, bytes]]]
 
 
@@ -53,25 +57,39 @@ def _calls(connection: Connection, session_id: str) -> dict[str, Call]:
         body = named | {"sampling_session_seq_id": next(numbers)}
         return connection.post(b"/api/v1/create_sampling_session", json.dumps(body).encode())
 
-    return made | {"make a sampling client": sampling_client}
+    return made | {CLIENT: sampling_client}
 
 
-async def calls(url: str, rounds: int) -> dict[str, float]:
-    """The median of each call over rounds in which all calls take turns. Raises RuntimeError for one that fails."""
-    samples = TinkerSamples(LoadSpec(url, "tinker", 1, 0.0))
-    await samples.open()
-    connection = samples.connect()
-    made = _calls(connection, samples.session)
-    took: dict[str, list[float]] = {name: [] for name in made}
-    for _ in range(rounds):
-        for name, call in made.items():
-            began = time.perf_counter()
-            status, answer = await call()
-            took[name].append(1e3 * (time.perf_counter() - began))
-            if status != 200:
-                raise RuntimeError(f"{name}: {status} {answer[:300]!r}")
-    connection.close()
-    return {name: quantile(each, 0.5) for name, each in took.items()}
+async def calls(servers: Mapping[str, tuple[str, int]], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """By server and call, the times in rounds in which all servers and calls take turns; as `READS` after the call's
+    name, how often the API process read from files and sockets meanwhile. `servers`: the URL of each, and its API's
+    process. Raises RuntimeError for a call that fails."""
+    found: dict[str, dict[str, list[float]]] = {server: defaultdict(list) for server in servers}
+    made: dict[str, dict[str, Call]] = {}
+    connections: list[Connection] = []
+    for server, (url, _) in servers.items():
+        samples = TinkerSamples(LoadSpec(url, "tinker", 1, 0.0))
+        await samples.open()
+        connections.append(samples.connect())
+        made[server] = _calls(connections[-1], samples.session)
+    for turn in range(rounds):
+        for name in (*GETS, *POSTS, CLIENT):
+            for server in sorted(servers, reverse=turn % 2 == 1):
+                pid = servers[server][1]
+                reads, began = _reads(pid), time.perf_counter()
+                status, answer = await made[server][name]()
+                found[server][name].append(1e3 * (time.perf_counter() - began))
+                found[server][name + READS].append(_reads(pid) - reads)
+                if status != 200:
+                    raise RuntimeError(f"{name}: {status} {answer[:300]!r}")
+    for connection in connections:
+        connection.close()
+    return found
+
+
+def _reads(pid: int) -> int:
+    """How often the process has read, as Linux counts."""
+    return int(Path(f"/proc/{pid}/io").read_text().split("syscr: ")[1].split()[0])
 
 
 async def sample(url: str, seconds: float) -> dict[str, float]:
