@@ -3,7 +3,8 @@ until they end.
 
 vLLM lets a request begin when its prompt fits. Samples of short prompts and long answers then fill the cache together,
 and vLLM throws some of them out again and again (preemption), each time to compute all of their tokens anew. Here the
-room that the running requests will still need is kept free. How long answers get is learned from those that have ended.
+room that the running requests will still need is kept free. How long answers get is learned from those that have ended;
+what the next steps take is known.
 
 Knows the scheduler and the manager of the cache of vLLM 0.32. Does not know tenants: their order is the priority.
 """
@@ -27,7 +28,10 @@ MAX_BOUNDS = 1_000
 """Values of `max_tokens` whose averages are kept."""
 PART = 0.25
 """Of the expected growth, the part that is kept free. With more, fewer requests are preempted, but places stay idle:
-answers end before they all have grown (`benchmarks/concurrency.py`)."""
+answers end before they all have grown (`benchmarks/scheduling.py`)."""
+SOON = 4
+"""The blocks that running requests take in so many steps are kept free in any case. With more, places stay idle; with
+fewer, a request that has just begun is thrown out before it has sampled as much as it costs to compute again."""
 BEYOND = 0.25
 """An answer is expected to get longer by at least this part of what it has."""
 _ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -97,7 +101,8 @@ class Headroom:
                 insort(self._told, self._tell(each))
         self._known = len(running)
         insort(with_it := self._told.copy(), self._tell(request))
-        return max(self._own, int(PART * growth(with_it) * self._blocks_per_token))
+        soon = sum(map(self._takes_soon, running)) + self._takes_soon(request)
+        return max(self._own, soon, int(PART * growth(with_it) * self._blocks_per_token))
 
     def refused(self) -> None:
         self.refused_in = self._scheduler.current_step
@@ -106,6 +111,12 @@ class Headroom:
         sampled = request.num_output_tokens
         held = sampled if self._shares_prompt(request) else request.num_tokens
         return self.lengths.left(request.max_tokens, sampled), held
+
+    def _takes_soon(self, request: Request) -> int:
+        """The blocks that it takes in SOON steps beyond those that its tokens fill now."""
+        tokens = request.num_tokens
+        then = tokens + min(SOON, request.max_tokens - request.num_output_tokens)
+        return sum(-(-then // each.block_size) - -(-tokens // each.block_size) for each in self._growing)
 
     def _shares_prompt(self, request: Request) -> bool:
         """Whether other running requests hold all full blocks of its prompt."""

@@ -1,5 +1,5 @@
 """Admission to vLLM's cache with the plugin: vLLM's own scheduler, and answers of given lengths. No model runs.
-`benchmarks/concurrency.py` measures a real vLLM."""
+`benchmarks/scheduling.py` counts larger loads, `benchmarks/concurrency.py` measures a real vLLM."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from plain_vllm import without_plugin
@@ -16,31 +15,21 @@ from skyrl.base.tiny import model_path
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, for what vLLM imports
-    import torch
-    from vllm import SamplingParams
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request, RequestStatus
-    from vllm.v1.structured_output import StructuredOutputManager
+    from vllm.v1.request import RequestStatus
 
+    from benchmarks.scheduling import BLOCK, BLOCKS, Cache
     from skyrl.inference.vllm_plugin.admission import (
         FIRST_LENGTH,
         MAX_BOUNDS,
-        Headroom,
         Lengths,
         growth,
         keep_headroom,
     )
     from skyrl.inference.vllm_plugin.waits import bounds_of, count_waits, waits_of
-
-BLOCK, BLOCKS = 32, 65
-END, OTHER = 7, 9
 
 
 @pytest.mark.parametrize(
@@ -112,57 +101,6 @@ def config() -> Iterator[VllmConfig]:
         yield config
 
 
-class Cache:
-    """A scheduler with a small cache, whose requests end when they have the lengths that a test gives."""
-
-    def __init__(self, config: VllmConfig, watermark: float = 0.0, *, headroom: bool = True) -> None:
-        """Without `headroom` vLLM admits as it does without the plugin."""
-        config.cache_config.num_gpu_blocks = BLOCKS
-        config.scheduler_config.watermark = watermark
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
-        cache = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
-        self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), BLOCK, BLOCK, log_stats=True)
-        manager: Any = self.scheduler.kv_cache_manager
-        self.headroom: Headroom = manager.skyrl_headroom
-        if not headroom:
-            manager.skyrl_headroom = None
-        algorithm = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
-        init_none_hash(algorithm)
-        self._hasher = get_request_block_hasher(BLOCK, algorithm)
-        self.preemptions = self.computed = self.steps = 0
-        self.ended: list[str] = []
-        self._lengths: dict[str, int] = {}
-        self._requests: dict[str, Request] = {}
-
-    def add(self, length: int, *, prompt: int = 20, most: int = 400, priority: int = 0) -> Request:
-        name = f"r{len(self._requests)}"
-        sampling = SamplingParams(max_tokens=most, stop_token_ids=[END])
-        tokens = [len(self._requests)] * prompt
-        request = Request(name, tokens, sampling, None, block_hasher=self._hasher, priority=priority)
-        self._lengths[name], self._requests[name] = length, request
-        self.scheduler.add_request(request)
-        return request
-
-    def step(self) -> list[str]:
-        """The names of the requests that computed something."""
-        output = self.scheduler.schedule()
-        names = list(output.num_scheduled_tokens)
-        self.preemptions += len(output.preempted_req_ids or ())
-        self.computed += output.total_num_scheduled_tokens
-        self.steps += 1
-        last = [self._requests[name].num_output_tokens + 1 >= self._lengths[name] for name in names]
-        sampled = [[END if ends else OTHER] for ends in last]
-        rows = {name: row for row, name in enumerate(names)}
-        self.scheduler.update_from_output(output, ModelRunnerOutput(names, rows, sampled))
-        self.ended += [name for name in names if self._requests[name].is_finished()]
-        return names
-
-    def run(self) -> None:
-        while self.scheduler.has_unfinished_requests():
-            self.step()
-            assert self.steps < 5_000, "requests wait for ever"
-
-
 def answers(cache: Cache, count: int = 60) -> None:
     rng = random.Random(0)
     for number in range(count):
@@ -197,6 +135,19 @@ def test_a_request_waits_for_the_room_that_a_running_one_will_need(config: VllmC
     assert waits_of(cache.scheduler) == {"cache": 40 - len(running)}
     cache.run()
     assert len(cache.ended) == 40
+
+
+def test_the_blocks_of_the_next_steps_stay_free_whatever_is_expected(config: VllmConfig) -> None:
+    """Prompts of 30 tokens fill their block in two steps, those of 10 never."""
+    began = {}
+    for prompt in (30, 10):
+        cache = Cache(config)
+        for _ in range(60):
+            cache.add(16, prompt=prompt, most=16)
+        began[prompt] = len(cache.step())
+        cache.run()
+        assert cache.preemptions == 0
+    assert began[30] == (BLOCKS - 1) // 2 < began[10]
 
 
 def test_what_a_step_ran_out_of_is_why_the_others_wait(config: VllmConfig) -> None:
