@@ -80,7 +80,7 @@ class Side:
         self._options = options
         self._state = state = Path(stack.enter_context(TemporaryDirectory(prefix="skyrl-hand-over-")))
         engine = {"generator.inference_engine.max_model_len": 512, "trainer.policy.model.lora.max_lora_rank": 32}
-        flags = ("--base-model", str(options.model))
+        flags = ("--base-model", str(options.model), *(("--ray-address", "local") if options.remote else ()))
         environment = os.environ | {"PYTHONPATH": str(root)}
         self.server = DemoServer(state, *flags, backend_config=engine, cwd=root, environment=environment)
         self.server.start()
@@ -165,6 +165,7 @@ def _arguments() -> argparse.Namespace:
     parser = program.parser("hand_over", __doc__)
     parser.add_argument("--model", type=Path, default=model_path(), help="directory of a model")
     parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--remote", action="store_true", help="vLLM on a node of Ray, which shares no directory")
     parser.add_argument("--against", metavar="COMMIT", help="take turns with a server of this commit")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[0, 32])
     parser.add_argument("--rounds", type=int, default=16, help="of each side, for each number in flight")

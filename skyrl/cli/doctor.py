@@ -267,7 +267,7 @@ def check_shared_memory(base_models: Sequence[ServerConfig], tmpfs: Path = SHARE
     numbers = [
         part.backend_config.lora.max_lora_rank * adapter_features(model_config(part.base_model_path))
         for part in parts
-        if not part.full_finetuning and not part.weights_travel
+        if not part.full_finetuning
     ]
     if not any(numbers):
         return []

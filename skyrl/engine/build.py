@@ -35,9 +35,9 @@ BYTES_PER_TOKEN = 20
 """A training token on the wire: 4 bytes of input, 8 of target, 4 each of logprob and advantage."""
 
 
-def held_versions(config: ServerConfig) -> HeldVersions:
-    """The versions that an engine of this configuration has in memory."""
-    return HeldVersions(config.state_dir, config.role.name)
+def held_versions(config: ServerConfig, store: CheckpointStore) -> HeldVersions:
+    """The versions that an engine of this configuration has in memory, on their way to the disk, or to `store`."""
+    return HeldVersions(config.state_dir, config.role.name, store=store if config.weights_travel else None)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def build_engine(
     metrics.phases.micro_batch_tokens(backend.micro_batch_tokens)
     scope, run_times, holds = config.role.scope, RunTimes(), Holds()
     threads = EngineThreads(FILES_AT_ONCE)
-    held = held_versions(config)
+    held = held_versions(config, store)
     # Twice the micro-batch: enough to fill one, and small enough that every model's turn comes soon.
     scheduler = Scheduler(2 * backend.micro_batch_tokens * BYTES_PER_TOKEN)
     snapshots = Snapshots(config, database, backend)

@@ -203,7 +203,7 @@ async def run(runtime: Runtime) -> None:
             await unfenced.read_async(lambda c: read_state(c, config.role.state_keys[:1]))
         ).heartbeat_at  # 0 unless an engine has died
         await asyncio.to_thread(state.training, ready=False, reason=LOADING)
-        await asyncio.to_thread(held_versions(config).copy_all)
+        await asyncio.to_thread(held_versions(config, store).copy_all)
         await asyncio.to_thread(adopt_adapters, config, database, store)  # before a vLLM may ask for adapters
         if config.full_finetuning:
             await asyncio.to_thread(adopt_full_weights, config, database, store)
@@ -268,7 +268,7 @@ def _adapter_host(config: ServerConfig, database: Database, store: CheckpointSto
         return await database.read_async(lambda c: store_key_of(c, adapter))
 
     if config.weights_travel:
-        return StoredAdapters(store, store_key)
+        return StoredAdapters(store, store_key, config.state_dir)
     return SharedDirectory(lambda: config.state_dir, store, store_key)
 
 

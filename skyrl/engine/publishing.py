@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import Future
-from pathlib import Path
 
 import httpx
 
@@ -26,8 +25,9 @@ from skyrl.inference.engine_group import EngineGroup
 from skyrl.inference.full_weights import VersionFiles
 from skyrl.inference.remote.references import BASE_MODEL, base_directory, reference_to
 from skyrl.inference.vllm_client import VllmError
-from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
-from skyrl.storage.checkpoint_store.directories import fetch, link_files
+from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
+from skyrl.storage.checkpoint_store.directories import fetch
+from skyrl.storage.checkpoint_store.held import store_once
 from skyrl.storage.checkpoint_store.versions import version_directory, version_key
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.database import Database
@@ -135,20 +135,11 @@ def adopt_full_weights(config: ServerConfig, database: Database, store: Checkpoi
     directory, key = version_directory(config.state_dir, weights), version_key(weights)
     try:
         if config.weights_travel and directory.is_dir():
-            _store_once(store, key, directory)
+            store_once(store, key, directory)
         elif not config.weights_travel and not directory.is_dir():
             fetch(store, key, directory)
     except (OSError, StoreError):
         logger.exception("the weights %s could not be brought to where vLLM looks for them", weights.name)
-
-
-def _store_once(store: CheckpointStore, key: str, directory: Path) -> None:
-    """Store the files of a directory unless the key is stored. Raises OSError and StoreError."""
-    try:
-        store.files(key)
-    except NotStored:
-        with store.writing(key) as scratch:
-            link_files(directory, scratch)
 
 
 def _store_unnamed(config: ServerConfig, database: Database, store: CheckpointStore) -> None:
@@ -159,6 +150,6 @@ def _store_unnamed(config: ServerConfig, database: Database, store: CheckpointSt
         if not directory.is_dir():
             continue
         try:
-            _store_once(store, version_key(adapter), directory)
+            store_once(store, version_key(adapter), directory)
         except (OSError, StoreError):
             logger.exception("adapter %s could not be put into the checkpoint store", adapter.name)

@@ -2,8 +2,9 @@
 
 Named saves go to the checkpoint store. Weights to sample from are also written to the state directory, from which vLLM
 loads them; unnamed ones are stored only there. Weights are an adapter, or those of the whole model. With Ray, vLLM may
-run on another node: then weights to sample from go to the checkpoint store alone, named or not, under keys that follow
-from their versions. Exports may be encrypted with age (age-encryption.org), so that only the recipients can read them.
+run on another node: then weights to sample from go to the checkpoint store, named or not, under keys that follow from
+their versions. An unnamed adapter is in memory until it is on the disk, or in that store. Exports may be encrypted with
+age (age-encryption.org), so that only the recipients can read them.
 
 Knows which rows a save writes. Deletes no checkpoint: the sweeper deletes files that no row refers to.
 """
@@ -14,6 +15,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +32,7 @@ from skyrl.base.wire.errors import FailedRequest, RequestError
 from skyrl.base.wire.paths import CheckpointKind, TinkerPath, check_name, sampling_session_id_of
 from skyrl.base.wire.requests import SaveWeightsExternalRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
 from skyrl.engine.save_limits import SaveLimits
-from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored
+from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
 from skyrl.storage.checkpoint_store.directories import atomic_directory, link_files, remove, safe_name, sizes_of
 from skyrl.storage.checkpoint_store.held import HeldVersions
 from skyrl.storage.checkpoint_store.versions import version_directory, version_key
@@ -106,22 +108,20 @@ class Saves:
             path = self._path("sampler_weights", model, request)
         else:
             self._check_unnamed(model, request)
-        key, copy = None, None
-        if not self._config.weights_travel:
-            weights = self._unwritten_version(model)
-            directory = version_directory(self._config.state_dir, weights)
-            sizes = self._hold(model, weights, directory) if path is None else None
-            if sizes is None:
-                self._write_version(weights, directory)
-                sizes = sizes_of(directory)
-            else:
-                copy = partial(self._copy, directory)
+        travels, copy = self._config.weights_travel, None
+        weights = self._take_version(model) if travels else self._unwritten_version(model)
+        directory = version_directory(self._config.state_dir, weights)
+        key = version_key(weights) if travels else None
+        sizes = self._hold(model, weights, directory) if path is None else None
+        if sizes is not None:
+            copy = partial(self._copy, directory)
+        elif key is None:
+            self._write_version(weights, directory)
+            sizes = sizes_of(directory)
         else:
-            weights = self._take_version(model)
-            key = version_key(weights)
-            with self._store.writing(key) as directory:
-                self._backend.save_adapter(model.id, directory, dtype=self._dtype_of(weights))
-                sizes = sizes_of(directory)
+            with self._store.writing(key) as scratch:
+                self._backend.save_adapter(model.id, scratch, dtype=self._dtype_of(weights))
+                sizes = sizes_of(scratch)
         count_version = _counted(model, weights, self._config.role.scope)
         if path is None:
             opened = self._open_session(model, request, weights, sum(sizes.values()), count_version)
@@ -144,30 +144,33 @@ class Saves:
         return version
 
     def _take_version(self, model: ModelRecord) -> AdapterVersion | FullWeights:
-        """The model's next version. A version that is stored already is left out: an engine died before it recorded
-        the version, vLLM has refused it, or it was saved after the backup from which the database was restored. Nodes
-        may have fetched it, and the same name must not get other files.
+        """The model's next version. A version that is stored or held already is left out: an engine died before it
+        recorded the version, vLLM has refused it, or it was saved after the backup from which the database was
+        restored. Nodes may have its files, and the same name must not get others.
 
         That the number is taken is recorded before the files are written. Their key follows from the number, and an
         engine that has lost its claim can record nothing: so it never writes to a key of its successor."""
         number = max(model.sampler_version, model.versions_taken) + 1
-        while self._is_stored(version_key(_version_of(model, number))):
+        while self._is_there(_version_of(model, number)):
             number += 1
         self._database.write(set_model(model.id, versions_taken=number))
         return _version_of(model, number)
 
-    def _is_stored(self, key: str) -> bool:
+    def _is_there(self, version: AdapterVersion | FullWeights) -> bool:
         try:
-            self._store.files(key)
+            self._store.files(version_key(version))
         except NotStored:
-            return False
+            return version_directory(self._config.state_dir, version).exists()
         return True
 
     def _hold(
         self, model: ModelRecord, weights: AdapterVersion | FullWeights, directory: Path
     ) -> dict[str, int] | None:
-        """Put the files of an adapter into memory, where the vLLM that this server runs finds them. Returns their sizes
-        by name; None if they must be written to the disk."""
+        """Put the files of an adapter into memory, where the vLLM that this server runs finds them, or from where nodes
+        get them. Returns their sizes by name; None if they must be written to the disk, or to the store.
+
+        Nodes keep what they got through this machine's loss of power. So the version's number is safe from that first:
+        the same name must not get other files."""
         if isinstance(weights, FullWeights) or not self._config.modes.manages_inference:
             return None
         rank = max(model.lora.rank, *(rank for _, rank in model.lora.rank_pattern), 0)
@@ -176,16 +179,22 @@ class Saves:
         def write(memory: Path) -> None:
             self._backend.save_adapter(model.id, memory, dtype=self._dtype_of(weights))
 
-        return self._held.write(directory, size, write)
+        if not self._config.weights_travel:
+            return self._held.write(directory, size, write)
+        with ThreadPoolExecutor(1) as beside:
+            safe = beside.submit(self._database.sync)
+            sizes = self._held.write(directory, size, write)
+            safe.result()
+        return sizes
 
     def _copy(self, directory: Path) -> None:
-        """Put the files of a held version on the disk, and make its row as safe. A failure is logged, and the sweep
-        tries again."""
+        """Put the files of a held version on the disk, or into the store, and make its row as safe. A failure is
+        logged, and the sweep tries again."""
         try:
             self._held.copy(directory)
             self._database.sync()
-        except OSError as error:
-            logger.warning("%s is in memory alone: it could not be copied to the disk: %s", directory, error)
+        except (OSError, StoreError) as error:
+            logger.warning("%s is in memory alone: it could not be copied: %s", directory, error)
 
     def _write_version(self, weights: AdapterVersion | FullWeights, directory: Path) -> None:
         if isinstance(weights, FullWeights):

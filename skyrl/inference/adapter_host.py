@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
+from skyrl.base.adapter_files import PEFT_TENSORS
 from skyrl.base.types.weights import AdapterVersion
 from skyrl.inference.remote.cache import Daemons
 from skyrl.inference.remote.references import reference_to
@@ -130,30 +131,43 @@ class StoredAdapters:
     """The hosts of replicas that run elsewhere: each node fetches a version from the checkpoint store, once
     (`skyrl.inference.remote`). This process moves no files.
 
+    A new version is handed to the nodes before the store has it: those that ask meanwhile get its reference, too. The
+    engine has it below `state_dir`.
+
     A version that only a checkpoint holds, a copy or one from before the server used Ray, is copied within the store to
     its own key: there the sweep keeps it for those who sample from it, whatever becomes of the checkpoint."""
 
     copies = True
 
-    def __init__(self, store: CheckpointStore, store_key: StoreKey) -> None:
+    def __init__(self, store: CheckpointStore, store_key: StoreKey, state_dir: Path | None = None) -> None:
         self._store = store
         self._store_key = store_key
+        self._state_dir = state_dir
+        self._looks = Daemons(LOOKS_AT_ONCE)
         self._found: dict[AdapterVersion, float] = {}
         """By version that was found in the store, until when that is taken for true."""
 
     async def bring(self, adapter: AdapterVersion) -> str:
-        """As `AdapterHost.bring`. While the store is away, the reference is returned all the same: the node may have
-        the files."""
+        """As `AdapterHost.bring`. While the store is away, or has no such version and no checkpoint holds it, the
+        reference is returned all the same: the node may have the files."""
         key = version_key(adapter)
-        if self._found.get(adapter, 0.0) < time.monotonic():
+        if self._found.get(adapter, 0.0) < time.monotonic() and await self.held(adapter) is None:
             await self._find(adapter, key)
         return reference_to(key)
+
+    async def held(self, adapter: AdapterVersion) -> Path | None:
+        """The files of a version that is in memory, as the store may not have it yet."""
+        if self._state_dir is None:
+            return None
+        directory = version_directory(self._state_dir, adapter)
+        return directory if await self._looks.run((directory / PEFT_TENSORS).is_symlink) else None
 
     async def _find(self, adapter: AdapterVersion, key: str) -> None:
         try:
             await in_store(self._store.files, key)
         except NotStored:
-            await self._copy(adapter, key)
+            if not await self._copy(adapter, key):
+                return
         except StoreError as error:
             logger.warning("whether the checkpoint store has adapter %s is not known: %s", adapter.name, error)
             return
@@ -163,11 +177,14 @@ class StoredAdapters:
         if len(self._found) < MAX_FOUND:
             self._found[adapter] = now + FOUND_S
 
-    async def _copy(self, adapter: AdapterVersion, key: str) -> None:
-        """Store the files of the checkpoint that holds the version under `key`, too."""
+    async def _copy(self, adapter: AdapterVersion, key: str) -> bool:
+        """Store the files of the checkpoint that holds the version under `key`, too. Whether there is one."""
         try:
-            saved = await self._store_key(adapter) or key  # under which nothing is stored
+            saved = await self._store_key(adapter)
+            if saved is None:
+                return False
             await in_store(self._store.copy, saved, key)
+            return True
         except NotStored as error:
             raise AdapterMissing(adapter) from error
         except Exception as error:  # a full disk, an unreachable database or checkpoint store

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 import httpx
 
 from skyrl.base.types.weights import AdapterVersion
-from skyrl.inference.adapter_host import AdapterHost
+from skyrl.inference.adapter_host import AdapterHost, StoredAdapters
 from skyrl.inference.metrics import AdapterMetrics
 from skyrl.inference.vllm_client import VllmClient, VllmError
 from skyrl.runtime.processes.supervision import set_within
@@ -167,7 +168,12 @@ class Replica:
         incarnation = self.incarnation
 
         async def bring_and_load() -> None:
-            await self._client.load_adapter(adapter.name, await self._host.bring(adapter))
+            directory = await self._host.bring(adapter)
+            held = await self._host.held(adapter) if isinstance(self._host, StoredAdapters) else None
+            if held is not None:
+                with suppress(FileNotFoundError):  # the store has just got it
+                    return await self._client.load_adapter(adapter.name, directory, held)
+            await self._client.load_adapter(adapter.name, directory)
 
         self.wanted.discard(adapter)
         self._unloaded.discard(adapter)

@@ -13,11 +13,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 
 from skyrl.inference.metrics import shown
+from skyrl.inference.remote.hand_over import AdapterMessage
 from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY
 from skyrl.inference.vllm_plugin.protocol import INCARNATION
 from skyrl.runtime.metrics.files import MetricsDirectory
@@ -94,12 +96,18 @@ class VllmClient:
         self._check(response, "show its metrics")
         return response.text
 
-    async def load_adapter(self, name: str, directory: str) -> None:
-        """Register an adapter directory. Succeeds if the name is loaded already: names are never reused.
+    async def load_adapter(self, name: str, directory: str, files: Path | None = None) -> None:
+        """Register an adapter directory. Succeeds if the name is loaded already: names are never reused. With `files`
+        the request has the files of this local directory with it, and `directory` is their reference.
 
-        Raises VllmError: no such directory, unreadable files, a rank above the server's.
+        Raises VllmError: no such directory, unreadable files, a rank above the server's. Raises OSError: no `files`.
         """
-        response = await self._http.post(PATH, json=load_request(name, directory))
+        request = load_request(name, directory)
+        if files is None:
+            response = await self._http.post(PATH, json=request)
+        else:
+            with AdapterMessage(request, files) as message:
+                response = await self._http.post(PATH, content=message.pieces(), headers=message.headers)
         if not is_loaded(response.status_code, response.content):
             self._check(response, f"load adapter {name!r}")
 

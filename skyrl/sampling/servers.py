@@ -350,6 +350,9 @@ class ServedContext:
 
 
 LOAD_TIMEOUT_S = 60.0
+IN_STORE_S = 30.0
+"""How long an adapter may be missing in the checkpoint store: an engine that was killed in the moment before it had put
+it there does so when it starts again."""
 
 
 class AdapterLoads:
@@ -374,7 +377,7 @@ class AdapterLoads:
         self._metrics = metrics or AdapterMetrics()
         self._loading: dict[tuple[str, int, str], asyncio.Task[bool]] = {}
         self._not_found: dict[str, float] = {}
-        """By adapter that another one's server did not find: when it was first asked, in monotonic seconds."""
+        """By adapter that a server did not find: when it was first asked, in monotonic seconds."""
 
     async def load(self, adapter: AdapterVersion, endpoint: Endpoint) -> bool:
         """Whether the adapter is loaded; if not, the server cannot be reached or is dying.
@@ -420,9 +423,15 @@ class AdapterLoads:
         if load.ok:
             self._counts["adapter_reloads"] += answer.status == 200  # else the engine was loading it meanwhile
             return True
-        if vllm_client.is_missing(answer.status, answer.body):
+        missing = vllm_client.is_missing(answer.status, answer.body)
+        if missing and not self._may_come(adapter.name, IN_STORE_S):
             raise server_failure(f"{failure}: {AdapterMissing(adapter)}")
-        if vllm_client.is_to_repeat(answer.status, answer.body) or self._may_come(adapter.name, answer.status):
+        another = self._probe is not None and answer.status == 404
+        if (
+            missing
+            or vllm_client.is_to_repeat(answer.status, answer.body)
+            or (another and self._may_come(adapter.name, ON_ITS_WAY_S))
+        ):
             error = AdapterUnavailable(adapter, RuntimeError(describe(answer)))
             logger.warning("%s; samples from it wait (%s)", error, error.reason)
             raise error
@@ -430,14 +439,12 @@ class AdapterLoads:
             return False
         raise server_failure(f"{failure}: {describe(answer)}")
 
-    def _may_come(self, name: str, status: int) -> bool:
-        """Whether another one's server may find the files later: on another host they are there once the training
-        server has them on its disk (`skyrl.storage.checkpoint_store.held`)."""
-        if status != 404 or self._probe is None:
-            return False
+    def _may_come(self, name: str, within_s: float) -> bool:
+        """Whether the server may find the files later: the training server puts them on its disk, or into the
+        checkpoint store, after it has answered (`skyrl.storage.checkpoint_store.held`)."""
         now = time.monotonic()
         self._not_found = {each: at for each, at in self._not_found.items() if at > now - LOAD_TIMEOUT_S}
-        return self._not_found.setdefault(name, now) > now - ON_ITS_WAY_S
+        return self._not_found.setdefault(name, now) > now - within_s
 
     async def close(self) -> None:
         loads = list(self._loading.values())

@@ -12,6 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from skyrl.inference.remote.hand_over import CONTENT_TYPE
+
 COMPLETIONS = "/v1/completions"
 LOAD = "/v1/load_lora_adapter"
 
@@ -27,7 +29,9 @@ class Received:
 
     @property
     def json(self) -> dict[str, Any]:
-        return json.loads(self.body)
+        """The body, or what is before the files in a message to load an adapter."""
+        handed = self.headers.get("content-type") == CONTENT_TYPE
+        return json.loads(self.body.partition(b"\n")[0] if handed else self.body)
 
 
 Reply = Callable[[Received, asyncio.StreamWriter], Awaitable[None]]

@@ -5,6 +5,10 @@ linked into a directory of each vLLM.
     <root>/replicas/<replica>/<save>/  hard links to them, for one start of one vLLM
     <root>/replicas/<replica>.lock     locked for as long as that vLLM, or its sidecar, runs
     <root>/locks/<save>                locked while files of this save are fetched, linked or deleted
+    <root>/boot                        which boot of the machine wrote `stored`
+
+Nothing is synced: that takes longer than the rest, and a store has the files. So after another boot, which may have
+followed a loss of power, `stored` is deleted.
 
 vLLM reads an evicted adapter's files again, and dies if they are gone. So each vLLM reads its own links: whatever is
 deleted in the store, in `stored` or for another vLLM, its files stay. All methods of `NodeCache` block; they may be
@@ -27,7 +31,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,6 +47,7 @@ from skyrl.storage.checkpoint_store.directories import (
     subdirectories,
 )
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _REPLICAS = "replicas"
 """The lock of the list of replicas."""
 SCRATCH = "scratch"
@@ -90,6 +95,7 @@ class NodeCache:
                 self._lock = _lock_file(own_lock, wait=False)
             self._own.mkdir(exist_ok=True)
             self._remove_ended()
+            self._check_boot()
         for directory in (self._stored, self._root / SCRATCH):
             for incomplete in old_scratch(directory, time.time() - DOWNLOAD_S):
                 remove(incomplete)
@@ -121,6 +127,23 @@ class NodeCache:
                 self._forget(name)
                 raise
 
+    def scratch(self, size_bytes: int) -> Path:
+        """An empty directory for the files of a save, for `add`. Raises OSError."""
+        self._remove_unused(size_bytes)
+        scratch = scratch_in(self._stored)
+        scratch.mkdir()
+        return scratch
+
+    def add(self, key: str, scratch: Path) -> None:
+        """The files of a key are in `scratch`, which then is gone. Those that the node has already stay. Raises
+        OSError."""
+        name = _name_of(key)
+        with self._locked(name):
+            if (self._stored / name).is_dir():
+                remove(scratch)
+            else:
+                scratch.rename(self._stored / name)
+
     def release(self, key: str) -> None:
         """This vLLM will not read the files of a key again. They leave the node with the last vLLM that has them."""
         name = _name_of(key)
@@ -134,7 +157,7 @@ class NodeCache:
         if not self._is_whole(sizes.keys()):
             raise NotStored(f"{key} holds other files than vLLM loads")
         self._remove_unused(sum(sizes.values()))
-        fetch(self._store, key, self._stored / name)
+        fetch(self._store, key, self._stored / name, synced=False)
         directory = self._linked(name)
         assert directory is not None
         return directory
@@ -173,10 +196,27 @@ class NodeCache:
         for used_at, path in found:
             if too_many <= 0 and used_at >= time.time() - self._keep_s:
                 return
-            with self._locked(path.name, wait=False) as is_locked:
-                if is_locked and not self._is_linked(path.name):
-                    self._forget(path.name)
-                    too_many -= sizes[path]
+            if self._forget_unlinked(path.name):
+                too_many -= sizes[path]
+
+    def _check_boot(self) -> None:
+        """Delete the saves that another boot wrote; where the system does not tell its boots apart, those of any
+        start before, but for what a vLLM that runs has."""
+        file, boot = self._root / "boot", secrets.token_hex(8)
+        with contextlib.suppress(OSError):
+            boot = _BOOT_ID.read_text()
+        if not file.exists() or file.read_text() != boot:
+            for path in subdirectories(self._stored):
+                if not is_scratch(path):
+                    self._forget_unlinked(path.name)
+            file.write_text(boot)
+
+    def _forget_unlinked(self, name: str) -> bool:
+        """Delete a save unless a vLLM has it, or somebody changes its files now. Whether it is deleted."""
+        with self._locked(name, wait=False) as is_locked:
+            if unlinked := is_locked and not self._is_linked(name):
+                self._forget(name)
+        return unlinked
 
     def _forget(self, name: str) -> None:
         remove(self._stored / name)
@@ -282,6 +322,8 @@ class NodeFiles:
         """By key, the fetch that all who ask for it wait for."""
         self.releasing: dict[str, asyncio.Task[None]] = {}
         """By key, the task that deletes this vLLM's files."""
+        self._coming: dict[str, asyncio.Future[None]] = {}
+        """By key, what ends with the block of `adding`."""
 
     def open(self) -> None:
         """Begin to open the cache, also when it was open: somebody may have deleted it."""
@@ -295,6 +337,29 @@ class NodeFiles:
             task = self.bringing[key] = asyncio.create_task(self._cached_or_fetched(key))
             task.add_done_callback(lambda ended: self._brought(key, ended))
         return await asyncio.shield(task)
+
+    @contextlib.asynccontextmanager
+    async def adding(self, key: str, size_bytes: int) -> AsyncIterator[Path]:
+        """An empty directory for the files of a save, which are there for all vLLMs of the node when the block ends.
+        Requests for the save meanwhile wait for that; they ask the store if the block fails. Raises OSError."""
+        coming = self._coming[key] = asyncio.get_running_loop().create_future()
+        scratch = None
+        try:
+            await self._opened()
+            scratch = await self._links.run(lambda: self._cache.scratch(size_bytes))
+            yield scratch
+            await self._links.run(lambda: self._cache.add(key, scratch))
+        except BaseException as error:
+            if isinstance(error, OSError):
+                self._opening = None  # as in `_brought`
+            if scratch is not None:
+                with contextlib.suppress(OSError):  # a later start deletes it
+                    remove(scratch)
+            raise
+        finally:
+            if self._coming.get(key) is coming:
+                del self._coming[key]
+            coming.set_result(None)
 
     def release(self, key: str) -> None:
         """Begin to delete this vLLM's files of a key. A failure is logged."""
@@ -311,6 +376,8 @@ class NodeFiles:
     async def _cached_or_fetched(self, key: str) -> Path:
         if (release := self.releasing.get(key)) is not None:
             await asyncio.wait([release])
+        if (coming := self._coming.get(key)) is not None:
+            await asyncio.wait([coming])
         await self._opened()
         directory = await self._links.run(lambda: self._cache.cached(key))
         return directory or await self._fetches.run(lambda: self._cache.fetch(key))

@@ -1,8 +1,9 @@
 """ASGI middleware in vLLM's API server: loads adapters that a request names by a reference to the checkpoint store.
 
-vLLM adds it by `--middleware`. It brings the files to this node, and passes the request on with their directory. Other
-requests pass unchanged. The middleware is outside of vLLM's own check of the API key, so it checks the key before it
-fetches anything; a request without the key goes to vLLM, which refuses it.
+vLLM adds it by `--middleware`. It brings the files to this node, from the store or out of the request itself
+(`hand_over`), and passes the request on with their directory. Other requests pass unchanged. The middleware is outside
+of vLLM's own check of the API key, so it checks the key before it reads or fetches anything; a request without the key
+goes to vLLM, which refuses it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import json
 import logging
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from functools import partial
 
+from skyrl.http.answers import content_type_of
 from skyrl.http.messages import (
+    JSON,
     AsgiApp,
     Body,
     BodyTooLarge,
@@ -28,7 +33,8 @@ from skyrl.http.messages import (
     pass_changed,
     replayed,
 )
-from skyrl.inference.remote.cache import SCRATCH, NodeCache, NodeFiles
+from skyrl.inference.remote import hand_over
+from skyrl.inference.remote.cache import SCRATCH, Daemons, NodeCache, NodeFiles
 from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY, is_reference, key_in
 from skyrl.inference.remote.settings import NodeSettings
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
@@ -39,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 MAX_BODY = 2**16
+WRITES_AT_ONCE = 4
 GRACE_S = 60.0
 """The time between unloading an adapter and deleting its files: a request that still runs may make vLLM read them."""
 
@@ -55,6 +62,7 @@ class StoredAdapterLoads:
         self._grace_s = grace_s
         self._cache = NodeCache(store, settings.cache, settings.cache_bytes, is_adapter)
         self._files = NodeFiles(self._cache)
+        self._writes = Daemons(WRITES_AT_ONCE)
         self._loaded: dict[str, set[str]] = {}
         """By name of an adapter that vLLM has loaded, or may have in a load without an answer, the keys of its files:
         several if loads of different files had no answer."""
@@ -72,12 +80,23 @@ class StoredAdapterLoads:
         if path not in (LOAD, UNLOAD) or not self._has_key(scope):
             await self._app(scope, receive, send)
             return
+        handed = path == LOAD and content_type_of(scope["headers"]) == hand_over.CONTENT_TYPE
         try:
-            body = await Body(receive, MAX_BODY).collect()
+            if handed:
+                body = await self._kept(Body(receive, hand_over.MAX_HEAD + hand_over.MOST_BYTES).pieces())
+                scope = {**scope, "headers": [*(each for each in scope["headers"] if each[0] != JSON[0]), JSON]}
+            else:
+                body = await Body(receive, MAX_BODY).collect()
         except ClientLeft:
             return
-        except BodyTooLarge:
-            await _error(413, "BadRequestError", f"the body has more than {MAX_BODY} bytes").send(send)
+        except BodyTooLarge as error:
+            await _error(413, "BadRequestError", str(error)).send(send)
+            return
+        except hand_over.BadMessage as error:
+            await _error(error.status, "BadRequestError", str(error)).send(send)
+            return
+        except OSError as error:
+            await _refusal("in a message", error).send(send)
             return
         await (self._load if path == LOAD else self._unload)(scope, body, receive, send)
 
@@ -108,6 +127,23 @@ class StoredAdapterLoads:
                 del self._loading[key]
             if is_here:
                 self._note_unused(key)
+
+    async def _kept(self, pieces: AsyncIterator[bytes]) -> bytes:
+        """Keep the files of a message on this node. Returns the request that is in the message. Raises BadMessage,
+        OSError, and the errors of a body."""
+        head, begun = await hand_over.read_head(pieces)
+        key = key_in(str(head.fields.get("lora_path")))
+        if key is None:
+            raise hand_over.BadMessage("lora_path: names no adapter in the store")
+        async with self._files.adding(key, sum(head.sizes.values())) as directory:
+            writer = hand_over.FilesWriter(directory, head.sizes)
+            try:
+                async for content in hand_over.in_pieces(begun, pieces):
+                    await self._writes.run(partial(writer.write, content))
+                await self._writes.run(writer.end)
+            finally:
+                writer.close()
+        return json.dumps(head.fields).encode()
 
     async def _pass_load(self, name: str, key: str, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         status = None

@@ -69,18 +69,20 @@ def remove_empty(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_directory(target: Path) -> Iterator[Path]:
+def atomic_directory(target: Path, *, synced: bool = True) -> Iterator[Path]:
     """Yields an empty directory to fill. After the block it is synced and renamed to `target`, which must not exist. If
-    anything fails, it is removed."""
+    anything fails, it is removed. Without `synced` a loss of power may leave files without their bytes."""
     scratch = make_scratch(target.parent)
     try:
         yield scratch
-        for path in scratch.rglob("*"):
+        for path in scratch.rglob("*") if synced else ():
             sync(path)
         os.utime(scratch)  # so that its age does not include the time to write the files
-        sync(scratch)
+        if synced:
+            sync(scratch)
         scratch.rename(target)
-        sync(target.parent)
+        if synced:
+            sync(target.parent)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -136,11 +138,12 @@ def _link(file: str | Path, target: str | Path) -> None:
         shutil.copyfile(file, target)
 
 
-def fetch(store: CheckpointStore, key: str, target: Path) -> None:
-    """Bring the stored files of a key to the local directory `target`. Does nothing if another caller was faster."""
+def fetch(store: CheckpointStore, key: str, target: Path, *, synced: bool = True) -> None:
+    """Bring the stored files of a key to the local directory `target`. Does nothing if another caller was faster.
+    `synced` as for `atomic_directory`."""
     with store.reading(key) as source:
         try:
-            with atomic_directory(target) as scratch:
+            with atomic_directory(target, synced=synced) as scratch:
                 link_files(source, scratch)
         except OSError:
             if not target.is_dir():

@@ -3,9 +3,10 @@
 The files of a held version are in a tmpfs, which outlives every process. The version's directory below the state
 directory has a symbolic link for each file, at the path where the file will be: whoever reads the version sees no
 difference, and its path never changes. Once the files are on the disk, each takes the place of its link, and the
-memory is free again. A process that dies loses nothing: the engine's next start finds the memory and copies it. A loss
-of power leaves links that lead nowhere, or no directory at all. So does the end of a container that has a tmpfs of its
-own.
+memory is free again. Where replicas are on other nodes, the checkpoint store takes the place of the disk, and the
+directory goes with the memory. A process that dies loses nothing: the engine's next start finds the memory and copies
+it. A loss of power leaves links that lead nowhere, or no directory at all. So does the end of a container that has a
+tmpfs of its own.
 
 Knows directories and bytes. Knows no rows, and does not decide which versions may be held.
 """
@@ -23,7 +24,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from skyrl.storage.checkpoint_store.directories import make_scratch, remove_empty, sizes_of, sync
+from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
+from skyrl.storage.checkpoint_store.directories import link_files, make_scratch, remove, remove_empty, sizes_of, sync
+from skyrl.storage.checkpoint_store.versions import version_in, version_key
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +67,17 @@ def leads_nowhere(directory: Path) -> bool:
 
 class HeldVersions:
     """Safe for threads. Without a tmpfs nothing is held. Two engines of a server have two roles, so that each has its
-    own part of the memory."""
+    own part of the memory. `store`: versions go there, and not to the disk."""
 
-    def __init__(self, state_dir: Path, role: str = "", tmpfs: Path | None = SHARED_MEMORY) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        role: str = "",
+        tmpfs: Path | None = SHARED_MEMORY,
+        store: CheckpointStore | None = None,
+    ) -> None:
         self._state_dir = state_dir
+        self._store = store
         self._tmpfs = tmpfs if tmpfs is not None and tmpfs.is_dir() else None
         self._owner = _owner_at(state_dir.resolve())
         name = hashlib.sha256(f"{self._owner}:{role}".encode()).hexdigest()[:16]
@@ -77,6 +87,8 @@ class HeldVersions:
         """Of versions that are being written or are held, by directory."""
         self._busy: set[Path] = set()
         """Versions that a thread writes or copies."""
+        self._failed: set[Path] = set()
+        """Versions whose copy has failed. Until it succeeds no other one is held: its save tells the client."""
 
     def write(self, directory: Path, most_bytes: int, write: Callable[[Path], None]) -> dict[str, int] | None:
         """Have `write` put the files of a version, at most `most_bytes`, into memory, and link them into `directory`,
@@ -104,19 +116,27 @@ class HeldVersions:
             self._busy.discard(directory)
 
     def copy(self, directory: Path) -> None:
-        """Put the files of a held version on the disk, synced, in the place of their links, and free the memory.
-        Nothing to do for a version that was deleted. Raises OSError; then the version is still held."""
+        """Put the files of a held version on the disk, synced, in the place of their links, or into the store, and free
+        the memory. Nothing to do for a version that was deleted. Raises OSError and StoreError; then the version is
+        still held."""
         with self._lock:
             if directory in self._busy:
                 return
             self._busy.add(directory)
         try:
             try:
-                _put_on_disk(directory)
+                if self._store is None:
+                    _put_on_disk(directory)
+                else:
+                    _put_into(self._store, directory)
             except FileNotFoundError:
                 if directory.exists():
                     raise
             self._free(directory)
+            self._failed.discard(directory)
+        except BaseException:
+            self._failed.add(directory)
+            raise
         finally:
             self._busy.discard(directory)
 
@@ -132,8 +152,8 @@ class HeldVersions:
         for held in sorted(self._memory.glob("adapters/*/*")) if _is_own(self._memory) else ():
             try:
                 self.copy(self._state_dir / held.relative_to(self._memory))
-            except OSError as error:
-                logger.warning("%s is in memory alone: it could not be copied to the disk: %s", held, error)
+            except (OSError, StoreError) as error:
+                logger.warning("%s is in memory alone: it could not be copied: %s", held, error)
 
     def _take(self, directory: Path, held: Path, most_bytes: int) -> bool:
         """Make the directory in memory for a version. Whether there is room."""
@@ -141,7 +161,7 @@ class HeldVersions:
             return False
         with self._lock:
             try:
-                if sum(self._bytes.values()) + most_bytes > room_in(self._tmpfs):
+                if self._failed or sum(self._bytes.values()) + most_bytes > room_in(self._tmpfs):
                     return False
                 self._memory.mkdir(mode=0o700, exist_ok=True)
                 if not _is_own(self._memory):
@@ -187,6 +207,26 @@ def _put_on_disk(directory: Path) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
     sync(directory)  # also if a process that died has replaced the last link
     sync(directory.parent)
+
+
+def _put_into(store: CheckpointStore, directory: Path) -> None:
+    """Store a version's files unless they are stored, and delete its directory. Raises OSError and StoreError,
+    FileNotFoundError if the directory is deleted meanwhile."""
+    version = version_in(directory)
+    assert version is not None
+    store_once(store, version_key(version), directory)
+    remove(directory)
+    remove_empty(directory.parent)
+    remove_empty(directory.parent.parent)
+
+
+def store_once(store: CheckpointStore, key: str, directory: Path) -> None:
+    """Store the files of a directory unless the key is stored. Raises OSError and StoreError."""
+    try:
+        store.files(key)
+    except NotStored:
+        with store.writing(key) as scratch:
+            link_files(directory, scratch)
 
 
 def _owner_at(path: Path) -> str:

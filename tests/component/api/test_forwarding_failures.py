@@ -41,7 +41,7 @@ from skyrl.base.wire import tinker_pb2 as pb
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 from skyrl.http.client import HttpClient
 from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY
-from skyrl.sampling import retries
+from skyrl.sampling import retries, servers
 from skyrl.sampling.client import MAX_INTERRUPTIONS, MAX_RELOADS, ForwardingClient
 from skyrl.sampling.completion import SampleAnswer
 from skyrl.sampling.job import MAX_SAMPLED, SampleJob
@@ -266,7 +266,10 @@ CASES = [
         )
         for status in (400, 404, 500)
     ),
-    fails("not-in-the-store", UNKNOWN_ADAPTER, "files of adapter m1@1 are gone", job=ADAPTER, on_load=GONE, loads=1),
+    fails(
+        "not-yet-in-the-store", UNKNOWN_ADAPTER, f"{GAVE_UP}{NOT_NOW}",
+        job=ADAPTER, on_load=GONE, loads=1, no_time=True,
+    ),
     # Bringing the files fails more often than MAX_RELOADS allows, but only loads on the server are counted.
     Case("files-come-late", [UNKNOWN_ADAPTER] * (MAX_RELOADS + 3), job=ADAPTER, options=LATE, loads=1),
     # The message does not name the operator's addresses.
@@ -720,6 +723,23 @@ async def test_a_sample_fails_at_its_deadline_if_the_server_stays_as_it_is(
     failed = await failing
     assert failed.category is ErrorCategory.SERVER
     assert failed.message.startswith("gave up after 20 s: " + says.format(url=upstream.url))
+
+
+async def test_an_adapter_that_the_store_lacks_may_come_and_is_gone_after_a_while(
+    client: ForwardingClient, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([GONE, reply(200, b"")])
+
+    async def late(request: Received, writer: asyncio.StreamWriter) -> None:
+        await next(answers)(request, writer)
+
+    upstream.script += [UNKNOWN_ADAPTER] * 2
+    upstream.on_load = late
+    assert decoded(await client.sample(ADAPTER)) == WHOLE
+    assert len(upstream.loads) == 2
+    monkeypatch.setattr(servers, "IN_STORE_S", 0.0)
+    upstream.default, upstream.on_load = UNKNOWN_ADAPTER, GONE
+    assert "files of adapter m1@1 are gone" in (await failure(client, ADAPTER)).message
 
 
 async def test_a_load_that_outlasts_the_deadline_fails_the_sample(

@@ -4,13 +4,14 @@ replicas get, and when it goes."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapter_world import World, world_in
-from engine_harness import Harness, Killed, Trainer, harness_in, until
+from engine_harness import Harness, Killed, Trainer, files_in, harness_in, until
 from fake_upstream import LOAD, Received, after, hang_up
 from replicas import TIMEOUTS, UNLOAD, WELL, group_of, servers
 
@@ -25,8 +26,9 @@ from skyrl.engine.sweeping import FileSweeper
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, StoredAdapters
 from skyrl.inference.remote.references import reference_to
 from skyrl.inference.replica import Addresses, Replica
-from skyrl.storage.checkpoint_store.base import NotStored, StoreError
-from skyrl.storage.checkpoint_store.versions import ADAPTER_FILES, version_key
+from skyrl.storage.checkpoint_store.base import MANIFEST, NotStored, StoreError
+from skyrl.storage.checkpoint_store.held import HeldVersions
+from skyrl.storage.checkpoint_store.versions import ADAPTER_FILES, version_directory, version_key
 from skyrl.storage.db import checkpoints
 from skyrl.storage.db.engine_state import read_state
 from skyrl.storage.db.models import set_model
@@ -59,7 +61,7 @@ def stored_adapters(harness: Harness) -> StoredAdapters:
     async def store_key(adapter: AdapterVersion) -> str | None:
         return await harness.database.read_async(lambda c: checkpoints.store_key_of(c, adapter))
 
-    return StoredAdapters(harness.checkpoint_store, store_key)
+    return StoredAdapters(harness.checkpoint_store, store_key, harness.config.state_dir)
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -73,25 +75,38 @@ async def world(
         yield TravellingWorld(world.harness, world.upstream, world.group, world.trainer)
 
 
-async def test_an_unnamed_save_is_stored_before_replicas_load_it_and_swept_with_its_session(
-    world: TravellingWorld,
+async def test_an_unnamed_save_is_handed_to_replicas_while_it_is_stored_and_swept_with_its_session(
+    world: TravellingWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, seen = asyncio.Event(), list[set[str]]()
+    go, let, seen = asyncio.Event(), threading.Event(), list[Received]()
+    copy = HeldVersions.copy
+
+    def waiting(held: HeldVersions, directory: Path) -> None:
+        assert let.wait(30)
+        copy(held, directory)
 
     async def look(request: Received, writer: asyncio.StreamWriter) -> None:
-        seen.append(world.files(1))
+        seen.append(request)
         await after(go, WELL)(request, writer)
 
+    monkeypatch.setattr(HeldVersions, "copy", waiting)
     world.upstream.controls[LOAD] = look
     save = await world.trainer.send(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
-    await until(lambda: bool(seen))
-    assert seen == [ADAPTER_FILES]
-    assert world.harness.model_row(world.trainer.model_id).versions_taken == 1, "no other engine takes the number"
-    go.set()
     saved = await world.trainer.result(save)
+    await until(lambda: bool(seen))
+    assert world.files(1) == set()
+    assert world.harness.model_row(world.trainer.model_id).versions_taken == 1, "no other engine takes the number"
+    let.set()
     key = version_key(world.version(1))
-    assert world.asked_for(LOAD) == [{"lora_name": world.version(1).name, "lora_path": reference_to(key)}]
-    assert not world.harness.config.adapters_dir.exists(), "nothing is on the engine's disk alone"
+    await until(lambda: not world.harness.config.adapters_dir.exists())
+    request = seen[0].json
+    sizes = request.pop("files")
+    assert request == {"lora_name": world.version(1).name, "lora_path": reference_to(key)}
+    assert sizes == world.harness.checkpoint_store.files(key)
+    with world.harness.checkpoint_store.reading(key) as directory:
+        stored = b"".join((directory / name).read_bytes() for name in sizes)
+    assert seen[0].body.partition(b"\n")[2] == stored
+    go.set()
     sampler = world.harness.database.read(lambda c: find_sampler(c, saved["sampling_session_id"]))
     assert sampler is not None
     assert sampler.weights == world.version(1)
@@ -102,6 +117,31 @@ async def test_an_unnamed_save_is_stored_before_replicas_load_it_and_swept_with_
     await world.sweeps()
     assert world.asked_for(UNLOAD) == [{"lora_name": world.version(1).name}]
     assert world.keys() == set()
+
+
+async def test_a_save_that_the_store_lacks_is_stored_by_the_next_engine_and_the_next_save_waits_for_the_store(
+    world: TravellingWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def away(*_: object) -> None:
+        raise StoreError("away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world.harness.checkpoint_store, "writing", away)
+        await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+        held = version_directory(world.harness.config.state_dir, world.version(1))
+        await until(lambda: "is in memory alone" in caplog.text)
+        await world.trainer.fails(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=1)
+        await world.harness.crash()
+    files = files_in(held)
+    assert files.keys() == ADAPTER_FILES
+    await world.harness.start(group=world.group)
+    await world.sweeps()
+    assert world.files(1) == ADAPTER_FILES
+    with world.harness.checkpoint_store.reading(version_key(world.version(1))) as directory:
+        assert {name: content for name, content in files_in(directory).items() if name != MANIFEST} == files
+    assert not held.exists()
+    await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=2)
+    await until(lambda: world.files(3) == ADAPTER_FILES)
 
 
 async def test_a_named_save_is_stored_once_and_outlives_its_checkpoint_while_it_is_sampled_from(
@@ -129,6 +169,7 @@ async def test_a_named_save_is_stored_once_and_outlives_its_checkpoint_while_it_
 
 async def test_an_expired_checkpoint_takes_no_files_from_a_sampling_session(world: TravellingWorld) -> None:
     saved = await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
+    await until(lambda: world.files(1) == ADAPTER_FILES)
     table = checkpoints.checkpoints
     await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, path="other")
     assert saved
@@ -213,7 +254,7 @@ async def test_a_save_fails_with_its_store_and_is_not_recorded(
         await world.trainer.fails(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=0)
     assert world.harness.model_row(world.trainer.model_id).sampler_version == 0
     await world.trainer.do(Kind.SAVE_WEIGHTS_FOR_SAMPLER, sampling_session_seq_id=1)
-    assert world.files(1) == ADAPTER_FILES
+    await until(lambda: world.files(1) == ADAPTER_FILES)
 
 
 async def test_adapters_of_a_server_without_ray_are_stored_when_it_starts_with_ray(tmp_path: Path) -> None:
@@ -263,13 +304,18 @@ async def test_an_engine_on_another_host_with_an_empty_state_directory_has_the_a
         assert await stored_adapters(harness).bring(AdapterVersion.of(trainer.model_id, 1)) == reference_to(key)
 
 
-async def test_an_adapter_that_nothing_holds_is_missing_and_an_unreachable_database_is_not(
+async def test_an_adapter_whose_checkpoint_is_gone_is_missing_and_an_unreachable_database_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with harness_in(tmp_path / "state") as harness:
         adapter, host = AdapterVersion.of("s1:train:0", 1), stored_adapters(harness)
+        assert await host.bring(adapter) == reference_to(version_key(adapter)), "the trainer may have handed it over"
+
+        async def deleted(_: AdapterVersion) -> str | None:
+            return "deleted/checkpoint-1"
+
         with pytest.raises(AdapterMissing):
-            await host.bring(adapter)
+            await StoredAdapters(harness.checkpoint_store, deleted).bring(adapter)
         with monkeypatch.context() as patched:
             patched.setattr(harness.checkpoint_store, "files", lambda _: (_ for _ in ()).throw(StoreError("away")))
             assert await host.bring(adapter) == reference_to(version_key(adapter)), "the node may have it"

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from skyrl.storage.checkpoint_store import held as module
+from skyrl.storage.checkpoint_store.base import MANIFEST
 from skyrl.storage.checkpoint_store.directories import remove
 from skyrl.storage.checkpoint_store.held import SHARED_MEMORY, HeldVersions, NotHere, leads_nowhere
+from skyrl.storage.checkpoint_store.local import LocalStore
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights" * 1000}
 MOST_BYTES = 10_000
@@ -76,13 +78,14 @@ DIES = """
 import os, signal, sys
 from pathlib import Path
 from skyrl.storage.checkpoint_store import held
+from skyrl.storage.checkpoint_store.local import LocalStore
 from tests.component.storage.test_held_versions import write
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 state, moment = Path(sys.argv[1]), sys.argv[2]
-versions = held.HeldVersions(state)
+versions = held.HeldVersions(state, store=LocalStore(state / "store") if "store" in moment else None)
 directory = state / "adapters" / "model" / "v000001"
 
 def write_and_die(memory):
@@ -92,9 +95,13 @@ def write_and_die(memory):
 versions.write(directory, 10_000, write_and_die if moment == "before the links" else write)
 if moment == "during the copy":
     held.sync = die
+elif moment == "during the copy to the store":
+    held.link_files = die
+elif moment == "before the stored version leaves":
+    held.remove = die
 elif moment == "before the memory is free":
     versions._free = die
-if moment != "before the copy":
+if not moment.startswith("before the copy"):
     versions.copy(directory)
 die()
 """
@@ -116,6 +123,42 @@ def test_a_process_that_is_killed_loses_nothing(state: Path, version: Path, memo
     else:
         assert links(version) == 0
         assert contents(version) == FILES
+
+
+IN_STORE = [
+    "before the copy to the store",
+    "during the copy to the store",
+    "before the stored version leaves",
+]
+
+
+@pytest.mark.parametrize("moment", IN_STORE)
+def test_a_process_that_is_killed_on_the_way_to_the_store_loses_nothing(
+    state: Path, version: Path, memory: Path, moment: str
+) -> None:
+    died = subprocess.run([sys.executable, "-c", DIES, str(state), moment], cwd=Path(__file__).parents[3], check=False)
+    assert died.returncode == -signal.SIGKILL
+    assert contents(version) == FILES, "nodes get it meanwhile"
+    store = LocalStore(state / "store")
+    HeldVersions(state, store=store).copy_all()
+    with store.reading("adapters-model/v000001") as directory:
+        assert {name: content for name, content in contents(directory).items() if name != MANIFEST} == FILES
+    assert left_in(memory) == []
+    assert not version.exists()
+
+
+def test_after_a_failed_copy_no_version_is_held_until_it_succeeds(state: Path, version: Path, memory: Path) -> None:
+    held = HeldVersions(state, store=LocalStore(state / "store"))
+    (state / "store").write_bytes(b"a file")
+    assert held.write(version, MOST_BYTES, write) is not None
+    with pytest.raises(OSError, match="store"):
+        held.copy(version)
+    second = version.with_name("v000002")
+    assert held.write(second, MOST_BYTES, write) is None
+    (state / "store").unlink()
+    held.copy_all()
+    assert held.write(second, MOST_BYTES, write) is not None
+    assert contents(second) == FILES
 
 
 def test_a_version_without_room_is_not_held(
