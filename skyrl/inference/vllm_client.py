@@ -19,7 +19,7 @@ from typing import Any, Literal
 import httpx
 
 from skyrl.inference.metrics import shown
-from skyrl.inference.remote.hand_over import AdapterMessage
+from skyrl.inference.remote.hand_over import SEND_FILES, AdapterMessage
 from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY
 from skyrl.inference.vllm_plugin.protocol import INCARNATION
 from skyrl.runtime.metrics.files import MetricsDirectory
@@ -103,9 +103,8 @@ class VllmClient:
         Raises VllmError: no such directory, unreadable files, a rank above the server's. Raises OSError: no `files`.
         """
         request = load_request(name, directory)
-        if files is None:
-            response = await self._http.post(PATH, json=request)
-        else:
+        response = await self._http.post(PATH, json=request if files is None else {**request, "held": str(files)})
+        if files is not None and response.status_code == SEND_FILES:
             with AdapterMessage(request, files) as message:
                 response = await self._http.post(PATH, content=message.pieces(), headers=message.headers)
         if not is_loaded(response.status_code, response.content):

@@ -1,8 +1,10 @@
 """The message by which the engine gives a new adapter to the host of a replica, before the checkpoint store has it.
 
 It is a request to load an adapter by its reference, with the files behind it: one line of JSON,
-`{"lora_name", "lora_path", "files": {name: bytes}}`, then the files' bytes in that order. Knows neither vLLM nor the
-node's cache. A host that has missed the message fetches the adapter from the store.
+`{"lora_name", "lora_path", "files": {name: bytes}}`, then the files' bytes in that order. Before it the engine asks
+with the directory alone, `{"lora_name", "lora_path", "held"}`: a host on the same machine takes the files from there,
+and any other one answers SEND_FILES. Knows neither vLLM nor the node's cache. A host that has missed the message
+fetches the adapter from the store.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from skyrl.storage.checkpoint_store.held import MOST_BYTES
 from skyrl.storage.checkpoint_store.versions import is_adapter
 
 CONTENT_TYPE = "application/x-skyrl-adapter"
+SEND_FILES = 409
 MAX_HEAD = 2**14
 PIECE_BYTES = 2**20
 

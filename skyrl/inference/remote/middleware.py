@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 
 from skyrl.http.answers import content_type_of
 from skyrl.http.messages import (
@@ -38,6 +39,7 @@ from skyrl.inference.remote.cache import SCRATCH, Daemons, NodeCache, NodeFiles
 from skyrl.inference.remote.references import NOT_STORED, STORE_AWAY, is_reference, key_in
 from skyrl.inference.remote.settings import NodeSettings
 from skyrl.storage.checkpoint_store.base import NotStored, StoreError
+from skyrl.storage.checkpoint_store.directories import link_files, sizes_of
 from skyrl.storage.checkpoint_store.registry import store_at
 from skyrl.storage.checkpoint_store.versions import is_adapter
 
@@ -110,6 +112,10 @@ class StoredAdapterLoads:
         if key is None:
             await _error(400, "BadRequestError", f"lora_path: {reference!r} names no adapter in the store").send(send)
             return
+        held = request.pop("held", None)
+        if held is not None and not await self._has_held(key, Path(str(held))):
+            await _error(hand_over.SEND_FILES, "SendFiles", "the files are not on this machine").send(send)
+            return
         is_here = True  # also if this task is cancelled: the fetch goes on
         self._loading[key] += 1
         try:
@@ -127,6 +133,18 @@ class StoredAdapterLoads:
                 del self._loading[key]
             if is_here:
                 self._note_unused(key)
+
+    async def _has_held(self, key: str, held: Path) -> bool:
+        """Take the files of an adapter that the engine has in memory, if this is the engine's machine."""
+        try:
+            sizes = await self._writes.run(lambda: sizes_of(held))
+            if not is_adapter(sizes) or sum(sizes.values()) > hand_over.MOST_BYTES:
+                return False
+            async with self._files.adding(key, sum(sizes.values())) as directory:
+                await self._writes.run(lambda: link_files(held, directory))
+        except (OSError, ValueError):
+            return False
+        return True
 
     async def _kept(self, pieces: AsyncIterator[bytes]) -> bytes:
         """Keep the files of a message on this node. Returns the request that is in the message. Raises BadMessage,

@@ -17,7 +17,7 @@ import pytest
 from engine_harness import files_in, until
 from test_remote import API_KEY, FILES, KEY, LOAD, Node, Vllm, counted, local_node
 
-from skyrl.inference.remote import cache, hand_over
+from skyrl.inference.remote import cache, hand_over, middleware
 from skyrl.inference.remote.hand_over import CONTENT_TYPE, MAX_HEAD, AdapterMessage
 from skyrl.inference.remote.references import reference_to
 from skyrl.inference.remote.settings import API_KEY as KEY_VARIABLE
@@ -42,9 +42,12 @@ def client_of(vllm: Vllm, key: str = API_KEY) -> VllmClient:
     return client
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
 async def test_an_adapter_in_a_message_is_loaded_without_the_store(
-    local_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
+    if elsewhere:
+        monkeypatch.setattr(middleware, "sizes_of", lambda _: {})  # this machine has no such files
     store = counted(monkeypatch, local_node)
     store.error = AssertionError("the store was asked")
     first, second = local_node.vllm(), local_node.vllm()
@@ -56,6 +59,19 @@ async def test_an_adapter_in_a_message_is_loaded_without_the_store(
     assert len(local_node.stored()) == 1
     assert first.app.loaded["a"] != second.app.loaded["a"]
     assert (await local_node.vllm().load(KEY)).status_code == 200, "by its reference, too"
+    seen = [json.loads(body) for path, body in first.app.seen if path == LOAD]
+    assert [each.keys() for each in seen] == [{"lora_name", "lora_path"}] * 2
+
+
+@pytest.mark.parametrize("held", ["/nowhere", "", 7, {}, "a\0b", "/", "x" * 5000])
+async def test_a_directory_that_is_no_adapter_on_this_machine_is_asked_for_as_a_message(
+    local_node: Node, held: object
+) -> None:
+    body = {**load_request("a", reference_to(KEY)), "held": held}
+    vllm = local_node.vllm()
+    assert (await vllm.ask(LOAD, body)).status_code == 409
+    assert not vllm.app.seen
+    assert local_node.stored() == []
 
 
 async def test_a_load_by_reference_waits_for_the_message_that_is_coming(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from adapter_world import World, world_in
 from engine_harness import Harness, Killed, Trainer, files_in, harness_in, until
-from fake_upstream import LOAD, Received, after, hang_up
+from fake_upstream import LOAD, Received, after, hang_up, reply
 from replicas import TIMEOUTS, UNLOAD, WELL, group_of, servers
 
 from skyrl.base.config.loading import load_config
@@ -24,6 +24,7 @@ from skyrl.engine import sweeping
 from skyrl.engine.publishing import adopt_adapters
 from skyrl.engine.sweeping import FileSweeper
 from skyrl.inference.adapter_host import AdapterMissing, AdapterUnavailable, StoredAdapters
+from skyrl.inference.remote.hand_over import SEND_FILES
 from skyrl.inference.remote.references import reference_to
 from skyrl.inference.replica import Addresses, Replica
 from skyrl.storage.checkpoint_store.base import MANIFEST, NotStored, StoreError
@@ -86,6 +87,9 @@ async def test_an_unnamed_save_is_handed_to_replicas_while_it_is_stored_and_swep
         copy(held, directory)
 
     async def look(request: Received, writer: asyncio.StreamWriter) -> None:
+        if "held" in request.json:
+            await reply(SEND_FILES, {})(request, writer)
+            return
         seen.append(request)
         await after(go, WELL)(request, writer)
 
