@@ -8,7 +8,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -198,7 +198,8 @@ uvicorn.run(StoredAdapterLoads(vllm), port=int(sys.argv[1]), lifespan="off", log
 
 
 class Host:
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, all_hosts: list[Host]) -> None:
+        all_hosts.append(self)
         self.port = free_port()
         settings = node.settings
         variables = {KEY_VARIABLE: API_KEY, STORE: settings.store, CACHE: str(settings.cache)}
@@ -216,17 +217,25 @@ class Host:
     async def load(self, key: str) -> httpx.Response:
         return await self.client._http.post(LOAD, json=load_request("a", reference_to(key)))
 
-    async def kill(self) -> None:
+    def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        await self.client.close()
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    """The processes that a test has started. Those that run end with it."""
+    started: list[Host] = []
+    yield started
+    for host in started:
+        host.kill()
 
 
 async def test_a_host_that_is_killed_in_a_message_has_nothing_of_it_and_after_one_everything(
-    local_node: Node, tmp_path: Path
+    local_node: Node, tmp_path: Path, hosts: list[Host]
 ) -> None:
     files = written(tmp_path / "held", LARGE)
-    host = await Host(local_node).ready()
+    host = await Host(local_node, hosts).ready()
     head = f"POST {LOAD} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {API_KEY}\r\n"
     with AdapterMessage(load_request("a", reference_to(KEY)), files) as message:
         head += "".join(f"{name}: {value}\r\n" for name, value in message.headers.items())
@@ -235,15 +244,15 @@ async def test_a_host_that_is_killed_in_a_message_has_nothing_of_it_and_after_on
         await asyncio.to_thread(connection.sendall, f"{head}\r\n".encode() + body[: len(body) // 2])
         stored = local_node.settings.cache / "stored"
         await until(lambda: any(stored.glob(".tmp-*/adapter_model.safetensors")))
-        await host.kill()
+        host.kill()
 
-    host = await Host(local_node).ready()
+    host = await Host(local_node, hosts).ready()
     answer = await host.load(KEY)
     assert is_missing(answer.status_code, answer.content), "half a message is no adapter"
     await host.client.load_adapter("a", reference_to(KEY), files)
-    await host.kill()
+    host.kill()
 
-    host = await Host(local_node).ready()
+    host = await Host(local_node, hosts).ready()
     answer = await host.load(KEY)
     assert files_in(answer.text) == LARGE
-    await host.kill()
+    host.kill()
