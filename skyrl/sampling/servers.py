@@ -426,12 +426,8 @@ class AdapterLoads:
         missing = vllm_client.is_missing(answer.status, answer.body)
         if missing and not self._may_come(adapter.name, IN_STORE_S):
             raise server_failure(f"{failure}: {AdapterMissing(adapter)}")
-        another = self._probe is not None and answer.status == 404
-        if (
-            missing
-            or vllm_client.is_to_repeat(answer.status, answer.body)
-            or (another and self._may_come(adapter.name, ON_ITS_WAY_S))
-        ):
+        again = missing or vllm_client.is_to_repeat(answer.status, answer.body)
+        if again or (self._probe is not None and answer.status == 404 and self._may_come(adapter.name, ON_ITS_WAY_S)):
             error = AdapterUnavailable(adapter, RuntimeError(describe(answer)))
             logger.warning("%s; samples from it wait (%s)", error, error.reason)
             raise error

@@ -94,7 +94,7 @@ def test_an_ignored_adapter_is_found_however_small_it_is(
 
 
 async def _ask(url: str, adapters: dict[str, Path], scratch: Path) -> tuple[dict[str, bool], dict[str, float]]:
-    transport, changes = HttpClient(4), {}
+    transport, changes = HttpClient(), {}
     probe = Noted(transport, KEY, "tiny", scratch)
     try:
         found = {}
