@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -24,7 +25,7 @@ from skyrl.base.types.requests import Kind, NewRequest
 from skyrl.base.types.weights import AdapterVersion, LoraSpec, RankPattern, WeightsRef
 from skyrl.base.wire.paths import model_id_of
 from skyrl.base.wire.results import to_json
-from skyrl.engine.build import EngineParts, build_engine
+from skyrl.engine.build import EngineParts, build_engine, held_versions
 from skyrl.engine.colocated_sampling import ColocatedSampler
 from skyrl.engine.crash_ledger import CrashLedger
 from skyrl.engine.loop import Engine
@@ -261,6 +262,8 @@ class Harness:
         self.engine_database.close()
         self.database.close()
         self._sockets.cleanup()
+        held = held_versions(self.config, self.checkpoint_store)
+        shutil.rmtree(held._memory, ignore_errors=True)  # of an engine that the test has killed
 
     async def outcome(self, request_id: str, tenant: str = "tenant") -> Outcome:
         outcome = await self.store.wait(request_id, tenant, WAIT_S)
