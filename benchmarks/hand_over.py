@@ -165,7 +165,7 @@ def _arguments() -> argparse.Namespace:
     parser = program.parser("hand_over", __doc__)
     parser.add_argument("--model", type=Path, default=model_path(), help="directory of a model")
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--remote", action="store_true", help="vLLM on a node of Ray, which shares no directory")
+    parser.add_argument("--remote", action="store_true", help="vLLM on a Ray node, here on this machine")
     parser.add_argument("--against", metavar="COMMIT", help="take turns with a server of this commit")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[0, 32])
     parser.add_argument("--rounds", type=int, default=16, help="of each side, for each number in flight")

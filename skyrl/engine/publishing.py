@@ -151,5 +151,7 @@ def _store_unnamed(config: ServerConfig, database: Database, store: CheckpointSt
             continue
         try:
             store_once(store, version_key(adapter), directory)
-        except (OSError, StoreError):
+        except (OSError, StoreError) as error:
             logger.exception("adapter %s could not be put into the checkpoint store", adapter.name)
+            if isinstance(error, StoreError):
+                return  # the others would wait for the store as long

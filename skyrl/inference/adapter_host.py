@@ -160,7 +160,11 @@ class StoredAdapters:
         if self._state_dir is None:
             return None
         directory = version_directory(self._state_dir, adapter)
-        return directory if await self._looks.run((directory / PEFT_TENSORS).is_symlink) else None
+        try:
+            is_held = await self._looks.run((directory / PEFT_TENSORS).is_symlink)
+        except OSError:  # the store is asked
+            return None
+        return directory if is_held else None
 
     async def _find(self, adapter: AdapterVersion, key: str) -> None:
         try:

@@ -171,7 +171,7 @@ class Replica:
             directory = await self._host.bring(adapter)
             held = await self._host.held(adapter) if isinstance(self._host, StoredAdapters) else None
             if held is not None:
-                with suppress(FileNotFoundError):  # the store has just got it
+                with suppress(OSError):  # most often the store has just got it; the host asks there
                     return await self._client.load_adapter(adapter.name, directory, held)
             await self._client.load_adapter(adapter.name, directory)
 

@@ -350,7 +350,7 @@ class ServedContext:
 
 
 LOAD_TIMEOUT_S = 60.0
-IN_STORE_S = 30.0
+IN_STORE_S = 120.0
 """How long an adapter may be missing in the checkpoint store: an engine that was killed in the moment before it had put
 it there does so when it starts again."""
 
@@ -439,7 +439,7 @@ class AdapterLoads:
         """Whether the server may find the files later: the training server puts them on its disk, or into the
         checkpoint store, after it has answered (`skyrl.storage.checkpoint_store.held`)."""
         now = time.monotonic()
-        self._not_found = {each: at for each, at in self._not_found.items() if at > now - LOAD_TIMEOUT_S}
+        self._not_found = {each: at for each, at in self._not_found.items() if at > now - 2 * IN_STORE_S}
         return self._not_found.setdefault(name, now) > now - within_s
 
     async def close(self) -> None:

@@ -311,12 +311,16 @@ class Daemons:
 logger = logging.getLogger(__name__)
 
 FETCHES_AT_ONCE, LINKS_AT_ONCE = 8, 4
+COMING_S = 60.0
+"""How long a request waits for a message with its files; then it asks the store. The engine's host may be gone."""
 
 
 class NodeFiles:
     def __init__(self, cache: NodeCache) -> None:
         self._cache = cache
         self._fetches, self._links = Daemons(FETCHES_AT_ONCE), Daemons(LINKS_AT_ONCE)
+        self._adds = Daemons(LINKS_AT_ONCE)
+        """Apart: one may wait for a fetch of its key, and the links of other keys must not."""
         self._opening: asyncio.Task[OSError | None] | None = None
         self.bringing: dict[str, asyncio.Task[Path]] = {}
         """By key, the fetch that all who ask for it wait for."""
@@ -346,9 +350,9 @@ class NodeFiles:
         scratch = None
         try:
             await self._opened()
-            scratch = await self._links.run(lambda: self._cache.scratch(size_bytes))
+            scratch = await self._adds.run(lambda: self._cache.scratch(size_bytes))
             yield scratch
-            await self._links.run(lambda: self._cache.add(key, scratch))
+            await self._adds.run(lambda: self._cache.add(key, scratch))
         except BaseException as error:
             if isinstance(error, OSError):
                 self._opening = None  # as in `_brought`
@@ -377,7 +381,7 @@ class NodeFiles:
         if (release := self.releasing.get(key)) is not None:
             await asyncio.wait([release])
         if (coming := self._coming.get(key)) is not None:
-            await asyncio.wait([coming])
+            await asyncio.wait([coming], timeout=COMING_S)
         await self._opened()
         directory = await self._links.run(lambda: self._cache.cached(key))
         return directory or await self._fetches.run(lambda: self._cache.fetch(key))

@@ -154,6 +154,9 @@ class HeldVersions:
                 self.copy(self._state_dir / held.relative_to(self._memory))
             except (OSError, StoreError) as error:
                 logger.warning("%s is in memory alone: it could not be copied: %s", held, error)
+                if isinstance(error, StoreError):
+                    break  # the others would wait for the store as long
+        self._failed = {each for each in self._failed if self._held(each).is_dir()}
 
     def _take(self, directory: Path, held: Path, most_bytes: int) -> bool:
         """Make the directory in memory for a version. Whether there is room."""
