@@ -148,7 +148,7 @@ its first seconds: CROWDED_S. Else a tenant's slow bodies of max_body_bytes woul
 for hours."""
 MOST_CROWDED_S, PATIENCE_S, MAX_PATIENCES = 64.0, 600.0, 1_000
 """Each body of a tenant that was ended for that gives the tenant's later ones twice as many first seconds, up to
-MOST_CROWDED_S, for PATIENCE_S; so a client behind a slow line gets through in the end."""
+MOST_CROWDED_S, for PATIENCE_S: then 80 MB get through at 1 MB a second."""
 
 
 class BodyMemory(SharedMemory):

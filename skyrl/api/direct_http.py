@@ -15,11 +15,14 @@ from skyrl.api.bodies import SMALL_BYTES
 from skyrl.api.call import IncomingHeaders
 from skyrl.api.table import LONG_POLLS, HttpTable
 from skyrl.http.server import BufferedRequests, whole_answer
+from skyrl.http.shared_memory import UnreadAnswers
 from skyrl.runtime.processes.turns import Turns
 
 logger = logging.getLogger(__name__)
 
 SHORT_WAY = ("/api/v1/asample", "/api/v1/retrieve_future")
+MOST_UNREAD_BYTES = 512 * 2**20
+"""Of answers that their clients have not taken: else they could have any number of large results in memory."""
 SAMPLES_PER_TURN, POLLS_PER_TURN = 16, 64
 """How many samples are taken, and how many long polls begin or are cut off, in one turn of the event loop: some
 milliseconds. A client may send thousands of samples at once, and all polls come again at once when a proxy restarts;
@@ -187,5 +190,10 @@ class DirectHttp(BufferedRequests):
 
 def protocol_with(table: HttpTable) -> type[DirectHttp]:
     """The class of connections for uvicorn."""
-    shared = {"table": table, "samples": Turns(SAMPLES_PER_TURN), "polls": Turns(POLLS_PER_TURN)}
+    shared = {
+        "unread": UnreadAnswers(MOST_UNREAD_BYTES),
+        "table": table,
+        "samples": Turns(SAMPLES_PER_TURN),
+        "polls": Turns(POLLS_PER_TURN),
+    }
     return type("ApiConnection", (DirectHttp,), shared)

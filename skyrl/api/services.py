@@ -47,7 +47,7 @@ from skyrl.sampling.quota_account import Bounds, QuotaLimits
 from skyrl.sampling.quotas import Quotas
 from skyrl.sampling.servers import CurrentWeightsCheck, EngineEndpoint, FixedEndpoint
 from skyrl.sampling.service import SampleOwnership, SampleService
-from skyrl.sampling.slots import Slots, by_number, by_work
+from skyrl.sampling.slots import ByNumber, ByWork, Slots
 from skyrl.storage.checkpoint_store.registry import open_store, saves_disk
 from skyrl.storage.db.adapter_versions import AdapterUses
 from skyrl.storage.db.agents import AgentSessions, AgentTurns
@@ -316,13 +316,13 @@ def _adapter_places(config: ServerConfig) -> int | None:
 def _slots(config: ServerConfig, client: ForwardingClient | None) -> Slots | None:
     """None for inference servers that skyrl does not run, unless the operator has set a bound."""
     if (most := config.forwarding_inference_max_connections) is not None:
-        return Slots(by_number(most), config.forwarding_deadline_s)
+        return Slots(ByNumber(most), config.forwarding_deadline_s)
     if client is None or not config.modes.manages_inference:
         return None
     inference, places = config.backend_config.inference, _adapter_places(config)
-    part_of = by_work(inference.max_num_seqs, inference.num_engines)
+    parts_of = ByWork(inference.max_num_seqs, inference.num_engines)
     crowd = None if places is None else lambda: client.running.adapters / places
-    return Slots(part_of, config.forwarding_deadline_s, crowd)
+    return Slots(parts_of, config.forwarding_deadline_s, crowd)
 
 
 def _probe(config: ServerConfig, transport: HttpClient, api_key: str | None) -> AdapterProbe | None:

@@ -130,7 +130,7 @@ def serve(
         typer.Option(metavar="INTEGER", help="Samples at the inference server at a time. Default: chosen."),
     ] = None,
     forwarding_deadline_s: Annotated[
-        float | None, typer.Option(help="How long one sample may take, with repeats, in seconds. Default: 600.")
+        float | None, typer.Option(help="Seconds that one sample may take from its first try. Default: 600.")
     ] = None,
     session_timeout_s: Annotated[
         float | None,

@@ -213,7 +213,7 @@ def _box(box: dict[str, Any]) -> Table:
     of_server = {
         "API processes": str(len(box["api_processes"])),
         "pending requests": _counts(box["pending"]),
-        "held back": f"{box['held_back']} samples wait to be sent to the inference servers",
+        "held back": f"{box.get('held_back', 0)} samples wait to be sent to the inference servers",
         "disk": f"{disk['free_bytes'] / 1e9:.1f} GB of {disk['total_bytes'] / 1e9:.1f} GB are free",
         "database": f"{box['database_bytes'] / 1e6:.1f} MB",
     }

@@ -48,8 +48,6 @@ LEAST_BYTES = 64 * 2**10
 UNREAD_S = 60.0
 """How long a client may take nothing of an answer of which more waits than the transport keeps without complaint
 (64 KiB). Then the connection is cut, and the request ends as if the client had gone."""
-_unread = UnreadAnswers(512 * 2**20)
-"""Of this process. Else a client that reads nothing could have any number of large results in memory."""
 REFUSED_BYTES = 512 * 2**20
 """How many more bytes of a body are read and thrown away after its request has been answered, as with 413 or 401. Many
 clients read an answer only after they have sent the whole body."""
@@ -81,6 +79,10 @@ class _ClosedAfterBody:
 
 class BoundedHttp(HttpToolsProtocol):
     """A request that arrives in one piece, as nearly all do, costs two comparisons."""
+
+    unread: UnreadAnswers | None = None
+    """The bound of all answers of a process that nobody reads. None where the clients are skyrl's, which hold large
+    answers back on purpose."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -118,8 +120,9 @@ class BoundedHttp(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._check_unread_after(left := self.transport.get_write_buffer_size())
-        in_kernel = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-        _unread.add(self.transport, left + in_kernel, self.loop.time())  # what was sent stays in memory, too
+        if self.unread is not None:
+            in_kernel = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+            self.unread.add(self.transport, left + in_kernel, self.loop.time())  # what was sent stays in memory, too
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -141,7 +144,8 @@ class BoundedHttp(HttpToolsProtocol):
         if self._unread_check is not None:
             self._unread_check.cancel()
             self._unread_check = None
-            _unread.remove(self.transport)
+            if self.unread is not None:
+                self.unread.remove(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unset_keepalive_if_required()
@@ -255,7 +259,7 @@ class BoundedHttp(HttpToolsProtocol):
         """Close the connection if no request came for `timeout_keep_alive` after the last answer. While a request runs
         or arrives, nothing is to do: its answer starts the next check."""
         self._unused_check = None
-        is_running = self.cycle is not None and not self.cycle.response_complete
+        is_running = self.flow.write_paused or (self.cycle is not None and not self.cycle.response_complete)
         if self.transport.is_closing() or is_running or not self._between_requests:
             return
         left_s = self._unused_since + self.timeout_keep_alive - self.loop.time()

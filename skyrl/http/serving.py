@@ -46,9 +46,11 @@ class Server(uvicorn.Server):
         ending: list[asyncio.Task[None]] = []
 
         async def end() -> None:
-            if drain is not None:
-                await drain()
-            self.should_exit = True
+            try:
+                if drain is not None:
+                    await drain()
+            finally:
+                self.should_exit = True
 
         def on_signal() -> None:
             if not ending:

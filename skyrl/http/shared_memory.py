@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,7 +19,7 @@ class Reservation:
         self.size = size
         self.on_granted = on_granted
         self.tenant = tenant
-        self.since = asyncio.get_running_loop().time()
+        self.since = time.monotonic()
         self.granted = False
 
     def release(self) -> None:
@@ -59,7 +60,7 @@ class SharedMemory:
     def others_wait_s(self, tenant: str) -> float:
         """For how long another tenant than this one has waited; 0 if none waits."""
         since = [queue[0].since for other, queue in self._waiting.items() if other != tenant]
-        return asyncio.get_running_loop().time() - min(since) if since else 0.0
+        return time.monotonic() - min(since) if since else 0.0
 
     def _grant(self) -> None:
         while self._waiting:
@@ -91,6 +92,8 @@ class SharedMemory:
 
 NEW_S = 1.0
 """How long a client's pace says nothing yet."""
+STALLED_BYTES_PER_S = 64 * 2**10
+"""A client that takes less has stalled."""
 
 
 class _Unread(NamedTuple):
@@ -104,8 +107,8 @@ class _Unread(NamedTuple):
 
 class UnreadAnswers:
     """Answers of which more waits than a transport keeps without complaint. All together may hold `most` bytes, or one
-    alone more. Beyond that, the connection is cut whose client takes the fewest bytes in a second; of several such the
-    oldest, and those that wait for less than NEW_S last. A connection has one such answer at most."""
+    alone more. Beyond that, the connection is cut whose client takes the fewest bytes in a second, if it has stalled;
+    if none has, that of the newest answer. A connection has one such answer at most."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -123,8 +126,9 @@ class UnreadAnswers:
 
     def _order(self, transport: asyncio.Transport, now: float) -> tuple[bool, float]:
         since, _, left = self._waiting[transport]
-        waits_s = now - since
-        return waits_s < NEW_S, (left - transport.get_write_buffer_size()) / max(waits_s, NEW_S)
+        pace = (left - transport.get_write_buffer_size()) / max(now - since, NEW_S)
+        has_stalled = now - since >= NEW_S and pace < STALLED_BYTES_PER_S
+        return not has_stalled, pace if has_stalled else now - since
 
     def remove(self, transport: asyncio.Transport) -> None:
         """The client has taken the answer, or is gone."""

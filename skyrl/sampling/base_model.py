@@ -185,7 +185,10 @@ class ForwardedSamples:
 
     async def drain(self, grace_s: float) -> None:
         """Wait until all samples have ended, then cancel those that still run after `grace_s`. Cancelled samples stay
-        pending, and the next start of this process forwards them again."""
+        pending, and the next start of this process forwards them again. So do those that have not been sent yet."""
+        for task, turn in self._running.values():
+            if turn.waits_since is not None:
+                task.cancel()
         if self._running:
             await asyncio.wait([task for task, _ in self._running.values()], timeout=grace_s)
         unfinished = [task for task, _ in self._running.values()]

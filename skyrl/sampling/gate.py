@@ -29,7 +29,7 @@ from skyrl.inference.vllm_plugin.protocol import TENANT_TAGS
 from skyrl.sampling.metrics import Ages, Refusal, RefusalMetrics, SampleMetrics, Used
 from skyrl.sampling.quota_account import Ticket
 from skyrl.sampling.quotas import Quotas
-from skyrl.sampling.slots import Sent, Slots
+from skyrl.sampling.slots import Sent, Slot, Slots
 from skyrl.storage.db.run_steps import Tenanted
 from skyrl.storage.db.usage import RunSamples, UsageKey, sample_amounts
 from skyrl.storage.shares import is_over
@@ -193,8 +193,10 @@ class FairOrder:
         if before is None or self._answers % RECENT == 0:
             oldest = self._answers - RECENT
             self._servers = {name: known for name, known in self._servers.items() if known[1] > oldest}
-        self._servers[server] = (start if before is None or start > before[0] else before[0], self._answers)
-        lowest = min([latest for latest, _ in self._servers.values()])
+        lowest = start if before is None or start > before[0] else before[0]
+        self._servers[server] = (lowest, self._answers)
+        if len(self._servers) > 1:
+            lowest = min([latest for latest, _ in self._servers.values()])
         self.now = lowest if lowest > self._agreed else self._agreed
 
     def catch_up(self, now: int) -> None:
@@ -329,8 +331,9 @@ class Turn(msgspec.Struct, eq=False):
     _work: Work
     _payer: Payer
     _place: Place | None = None
-    _part: float = 0.0
-    """Of what may be with the inference server; 0 if this is not with it."""
+    _run: Tenanted | None = None
+    _slot: Slot | None = None
+    """At the inference server."""
     priority: int | None = None
     waited_s: float = 0.0
     waits_since: float | None = None
@@ -350,19 +353,20 @@ class Turn(msgspec.Struct, eq=False):
         if (order := gate.order) is not None:
             place = self._place = order.enter(tenant, self._work)
             self.priority = place.priority * TENANT_TAGS + zlib.crc32(tenant.encode()) % TENANT_TAGS
-        if (run := _run_of(self._payer)) is not None:
+        self._run = run = _run_of(self._payer)
+        if run is not None:
             gate.runs.begin(run, time.perf_counter())
         if (slots := gate.slots) is not None:
-            part = slots.part_of(self._work, 0.0 if self._place is None else self._place.length)
-            if not slots.take(tenant, part):
-                await self._wait(slots, part)
-            self._part = part
+            length = 0.0 if self._place is None else self._place.length
+            self._slot = slots.take(tenant, self._work, length)
+            if self._slot is None:
+                await self._wait(slots, length)
         return self
 
-    async def _wait(self, slots: Slots, part: float) -> None:
+    async def _wait(self, slots: Slots, length: float) -> None:
         self.waits_since = time.perf_counter()
         try:
-            await slots.wait(self._payer.tenant, part, self.priority or 0)
+            self._slot = await slots.wait(self._payer.tenant, self._work, length, self.priority or 0)
         except BaseException:
             await self.__aexit__()
             raise
@@ -374,11 +378,11 @@ class Turn(msgspec.Struct, eq=False):
         if ticket is not None:  # ends before the client gets the answer and sends its next request
             ticket.used = 0 if used is None else used.prompt_tokens + used.sampled_tokens
             ticket.end()
-        if gate.slots is not None and self._part:
-            gate.slots.give_back(payer.tenant, self._part, answered=used is not None)
+        if gate.slots is not None and self._slot is not None:
+            gate.slots.give_back(self._slot, answered=used is not None)
         if gate.order is not None and self._place is not None:
             gate.order.leave(self._place, self._work.num_samples, used, self.server)
-        if (run := _run_of(payer)) is not None:
+        if (run := self._run) is not None:
             counts = (
                 (0, 0, 0.0, 0) if used is None else (used.samples, used.truncated, used.surprise, used.surprise_tokens)
             )

@@ -143,7 +143,7 @@ class ServerKeys(BaseSettings):
     """How many requests each API process has at the inference server at a time. None: for vLLMs that this server runs,
     what they can take on (`skyrl.sampling.slots`); for others any number."""
     forwarding_deadline_s: float = Field(600.0, gt=0)
-    """How long one sample may take, including retries and restarts of vLLM."""
+    """How long one sample may take from its first try, including retries and restarts of vLLM."""
     sample_use_retrieve_futures: bool = False
     """Tell clients to wait for all samples of a sampling client with one long poll, instead of one for each sample."""
     openai_grammars: bool = False

@@ -78,6 +78,10 @@ def living_samplers(connection: Connection, tenant: str) -> int:
 def stored_bytes(connection: Connection, tenant: str, besides: TinkerPath | None = None) -> int:
     """Bytes of a tenant's live checkpoints, of adapters that its sampling sessions need and no checkpoint has, and of
     unfinished uploads as they were announced. Leaves out the checkpoint `besides`."""
+    return _saved_bytes(connection, tenant, besides) + _unsaved_bytes(connection, tenant)
+
+
+def _saved_bytes(connection: Connection, tenant: str, besides: TinkerPath | None) -> int:
     query = select(func.sum(checkpoints.c.size_bytes)).where(checkpoints.c.tenant == tenant, live())
     if besides is not None:
         query = query.where(
@@ -87,9 +91,12 @@ def stored_bytes(connection: Connection, tenant: str, besides: TinkerPath | None
                 checkpoints.c.name != besides.name,
             )
         )
-    saved = int(connection.execute(query).scalar() or 0)
+    return int(connection.execute(query).scalar() or 0)
+
+
+def _unsaved_bytes(connection: Connection, tenant: str) -> int:
     arriving = select(func.sum(uploads.c.most_bytes)).where(uploads.c.tenant == tenant, _unfinished(time.time()))
-    return saved + unsaved_bytes(connection, tenant).get(tenant, 0) + int(connection.execute(arriving).scalar() or 0)
+    return unsaved_bytes(connection, tenant).get(tenant, 0) + int(connection.execute(arriving).scalar() or 0)
 
 
 class StoredBytes:
@@ -99,17 +106,17 @@ class StoredBytes:
     def __init__(self, tenant: str, besides: TinkerPath | None = None) -> None:
         self._tenant, self._besides = tenant, besides
         self._summed: tuple[int, int] | None = None
-        """The newest checkpoint's number, and the sum."""
+        """The newest checkpoint's number, and the sum of all checkpoints."""
 
     def now(self, connection: Connection) -> int:
         if self._summed is None:
             newest = connection.execute(select(func.coalesce(func.max(checkpoints.c.id), 0))).scalar_one()
-            self._summed = newest, stored_bytes(connection, self._tenant, self._besides)
-            return self._summed[1]
-        newest, total = self._summed
+            self._summed = newest, _saved_bytes(connection, self._tenant, self._besides)
+        newest, saved = self._summed
         # No index of tenants serves it: a tenant has more checkpoints than were made since.
         since = (checkpoints.c.id > newest) & (func.coalesce(checkpoints.c.tenant, "") == self._tenant)
-        return total + int(connection.execute(select(func.sum(checkpoints.c.size_bytes)).where(since)).scalar() or 0)
+        later = int(connection.execute(select(func.sum(checkpoints.c.size_bytes)).where(since)).scalar() or 0)
+        return saved + later + _unsaved_bytes(connection, self._tenant)
 
 
 def over_disk_share(connection: Connection, stored_bytes: StoredBytes, disk: SavesDisk | None) -> str | None:

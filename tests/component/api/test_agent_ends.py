@@ -29,7 +29,7 @@ from skyrl.storage.db.sessions import Continuity
 from tests.postgres_server import ON_BOTH, ON_BOTH_SLOWLY, ON_POSTGRES
 
 BRANCHES, LIMIT = 100, 20
-STREAMS = 100
+STREAMS = 80
 TASK = [user("Who watches the river?")]
 
 

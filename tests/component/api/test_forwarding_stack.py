@@ -116,20 +116,21 @@ async def test_a_failed_sample_keeps_its_error_category_after_a_restart(
         assert (await api.result(request_id)).json() == failed
 
 
-async def test_200_samples_at_once_succeed(api: Api, upstream: FakeUpstream, database: Database) -> None:
+async def test_200_samples_at_once_succeed(serve: Serve, upstream: FakeUpstream, database: Database) -> None:
     go = asyncio.Event()
     upstream.default = after(go, complete())
-    sampler = await api.sampler()
-    promises = await asyncio.gather(*(api.sample(sampler, seq_id) for seq_id in range(200)))
-    polls = [asyncio.create_task(api.result(promise["request_id"])) for promise in promises]
-    await upstream.until(lambda server: server.busy == 200)
-    go.set()
-    assert [tokens(poll) for poll in await asyncio.gather(*polls)] == [[[0, 1, 2]]] * 200
-    await settled(api)
-    assert rows(database) == [DONE] * 200
-    assert len({promise["request_id"] for promise in promises}) == 200
-    assert api.services.sampling.forwarded == 200
-    assert api.services.futures.pending == 0
+    async with serve(forwarding_inference_max_connections=200) as api:
+        sampler = await api.sampler()
+        promises = await asyncio.gather(*(api.sample(sampler, seq_id) for seq_id in range(200)))
+        polls = [asyncio.create_task(api.result(promise["request_id"])) for promise in promises]
+        await upstream.until(lambda server: server.busy == 200)
+        go.set()
+        assert [tokens(poll) for poll in await asyncio.gather(*polls)] == [[[0, 1, 2]]] * 200
+        await settled(api)
+        assert rows(database) == [DONE] * 200
+        assert len({promise["request_id"] for promise in promises}) == 200
+        assert api.services.sampling.forwarded == 200
+        assert api.services.futures.pending == 0
 
 
 # Rows and sessions that disappear while a sample runs

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from api_harness import BASE, Api, Serve, sample_body
+from engine_harness import until
 from fake_upstream import FakeUpstream, after, complete, never
 
 from skyrl.api.request_status.finding import of_forwarded
@@ -36,12 +37,10 @@ def held_back(api: Api) -> int:
 
 
 async def until_held_back(api: Api, count: int) -> None:
-    async with asyncio.timeout(30):
-        while held_back(api) != count:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: held_back(api) == count)
 
 
-async def test_at_most_so_many_requests_are_sent_and_another_tenant_is_not_behind_them(
+async def test_a_fixed_number_of_requests_is_sent_and_another_tenants_goes_next(
     serve: Serve, upstream: FakeUpstream
 ) -> None:
     go = asyncio.Event()
@@ -52,8 +51,7 @@ async def test_at_most_so_many_requests_are_sent_and_another_tenant_is_not_behin
         await until_held_back(api, 18)
         assert upstream.busy == 2
         (other,) = await send(api, OTHER, few, 1)
-        await upstream.until(lambda server: server.busy == 3)
-        assert upstream.completions[-1].headers["x-session-id"].startswith(few)
+        await until_held_back(api, 19)
         progress = forwarded(api).progress(flood[-1])
         assert progress is not None
         status = of_forwarded(progress, 0, None)
@@ -62,8 +60,39 @@ async def test_at_most_so_many_requests_are_sent_and_another_tenant_is_not_behin
         go.set()
         for request_id, key in (*((each, FLOOD) for each in flood), (other, OTHER)):
             assert (await api.result(request_id, **key)).status_code == 200
-        assert upstream.most_busy == 3
+        sent = [each.headers["x-session-id"].startswith(few) for each in upstream.completions]
+        assert sent.index(True) in (2, 3), "before all that waited"
+        assert upstream.most_busy == 2
         assert held_back(api) == 0
+
+
+async def test_before_vllms_of_skyrls_own_another_tenant_waits_for_nobody(serve: Serve, upstream: FakeUpstream) -> None:
+    upstream.default = never
+    async with serve() as api:
+        many, few = await api.sampler(**FLOOD), await api.sampler(**OTHER)
+        await send(api, FLOOD, many, 60)
+        await until(lambda: 40 < held_back(api) + upstream.busy == 60)
+        assert held_back(api) > 0
+        await send(api, OTHER, few, 2)
+        await until(lambda: sum(e.headers["x-session-id"].startswith(few) for e in upstream.completions) == 2)
+        await api.finish(many)
+        await api.post(f"sessions/{few.partition(':')[0]}/finish", {}, **OTHER)
+
+
+async def test_what_waits_to_be_sent_is_left_when_the_process_ends(serve: Serve, upstream: FakeUpstream) -> None:
+    go = asyncio.Event()
+    upstream.default = after(go, complete())
+    async with serve(forwarding_inference_max_connections=1) as api:
+        sampler = await api.sampler(**FLOOD)
+        await send(api, FLOOD, sampler, 3)
+        await until_held_back(api, 2)
+        ending = asyncio.create_task(api.services.sampling.drain(30.0))
+        await until_held_back(api, 0)
+        go.set()
+        await ending
+        assert len(upstream.completions) == 1
+    async with serve():
+        await upstream.until(lambda server: len(server.completions) == 3)
 
 
 async def test_chats_wait_for_their_turn_as_samples_do(serve: Serve, upstream: FakeUpstream) -> None:
@@ -97,6 +126,6 @@ async def test_scores_of_prompts_take_more_of_what_is_sent_at_a_time(serve: Serv
         sampler = await api.sampler(**FLOOD)
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [5] * 19}]}
         await send(api, FLOOD, sampler, 40, prompt=prompt, prompt_logprobs=True, topk_prompt_logprobs=64)
-        await until_held_back(api, 40 - upstream.busy)
+        await until(lambda: held_back(api) == 40 - upstream.busy)
         assert 8 < upstream.busy < 24
         await api.finish(sampler)

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from skyrl.http import server as connections
 from skyrl.http.server import HEAD_BYTES, MOST_HEADERS, BoundedHttp
-from skyrl.http.shared_memory import UnreadAnswers
+from skyrl.http.shared_memory import STALLED_BYTES_PER_S, UnreadAnswers
 from skyrl.runtime.processes.logs import LimitedLog
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
@@ -257,6 +257,23 @@ async def test_a_connection_is_not_unused_while_its_request_runs() -> None:
         assert await connection.read_until_closed() == b""
 
 
+async def test_a_connection_is_not_unused_while_its_answer_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "UNREAD_S", 1e6)
+    async with serving(keep_alive_s=1_000) as server:
+        clock, connection = LoopClock(), await server.open(GET + b"\r\n")
+        assert await connection.answer() == b"0"
+        connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await connection.send(GET_LARGE)
+        for _ in range(2):
+            assert await answers_another_connection(server)
+            clock.advance(1_001)
+        assert await answers_another_connection(server)
+        connection.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        assert len(await connection.answer()) == LARGE
+        await connection.send(GET + b"\r\n")
+        assert await connection.answer() == b"0"
+
+
 async def test_a_head_that_comes_line_by_line_is_closed_in_time(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +323,7 @@ async def test_an_answer_that_nobody_reads_ends_with_its_connection(
 
 
 async def test_answers_that_nobody_reads_are_bounded_together(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_unread", UnreadAnswers(LARGE))
+    monkeypatch.setattr(BoundedHttp, "unread", UnreadAnswers(LARGE))
     unread = [await server.open() for _ in range(3)]
     for connection in unread:
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -314,15 +331,15 @@ async def test_answers_that_nobody_reads_are_bounded_together(server: Server, mo
         assert await answers_another_connection(server)
     for connection in unread:
         connection.writer.transport.resume_reading()  # type: ignore[attr-defined]
-    assert [len(await connection.read_until_closed()) < LARGE for connection in unread[:2]] == [True, True]
-    assert len(await unread[2].answer()) == LARGE, "one may wait alone"
+    assert [len(await connection.read_until_closed()) < LARGE for connection in unread[1:]] == [True, True]
+    assert len(await unread[0].answer()) == LARGE, "one may wait alone"
 
 
 class Taking:
-    """A transport whose answer of 100 bytes is taken."""
+    """A transport whose answer is taken."""
 
-    def __init__(self) -> None:
-        self.left, self.aborted = 100, False
+    def __init__(self, size: int = 100) -> None:
+        self.left, self.aborted = size, False
 
     def get_write_buffer_size(self) -> int:
         return self.left
@@ -346,6 +363,15 @@ def test_the_connection_is_cut_whose_client_takes_least() -> None:
     assert cut_by(new, 20.0) == [slow, none], "the newest has had no time yet"
     waiting.remove(cast(asyncio.Transport, fast))
     assert cut_by(last, 20.5) == [slow, none], "what was taken does not count"
+
+
+def test_of_clients_that_all_go_on_reading_the_newest_is_cut() -> None:
+    waiting, size = UnreadAnswers(3 * STALLED_BYTES_PER_S), 2 * STALLED_BYTES_PER_S
+    old, new = (Taking(size) for _ in range(2))
+    waiting.add(cast(asyncio.Transport, old), size, 0.0)
+    old.left = size // 4
+    waiting.add(cast(asyncio.Transport, new), size, 1.2)
+    assert (old.aborted, new.aborted) == (False, True)
 
 
 async def test_a_request_behind_an_answer_that_nobody_reads_waits(server: Server) -> None:

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 import pytest
 
 from skyrl.base.wire.errors import ErrorCategory, FailedRequest
-from skyrl.sampling.slots import AHEAD, FEWEST, PROMPT_CELLS, PartOf, Slots, by_number, by_work
+from skyrl.sampling import slots as module
+from skyrl.sampling.slots import AHEAD, FEWEST, MOST_CROWD, PROMPT_CELLS, ByNumber, ByWork, Slot, Slots
 
-NEVER_S = 1e6
+NEVER_S, LONG_TOKENS = 1e6, 1e6
+TWO, FOUR = ByWork(running=2 // AHEAD, servers=1), ByWork(running=4 // AHEAD, servers=1)
+"""Sequences that are not short."""
 
 
 @dataclass
@@ -24,19 +27,20 @@ class Asked:
 class Server:
     """Takes requests through slots; notes the order in which they are sent."""
 
-    def __init__(self, bound: int | PartOf, patience_s: float = NEVER_S) -> None:
-        self.slots = Slots(by_number(bound) if isinstance(bound, int) else bound, patience_s)
+    def __init__(self, bound: ByWork | ByNumber, patience_s: float = NEVER_S, tokens: float = LONG_TOKENS) -> None:
+        self.slots = Slots(bound, patience_s)
+        self.tokens = tokens
         self.sent: list[str] = []
 
     @asynccontextmanager
     async def place(self, tenant: str, asked: Asked, priority: int) -> AsyncIterator[None]:
-        part = self.slots.part_of(asked, 256.0)
-        if not self.slots.take(tenant, part):
-            await self.slots.wait(tenant, part, priority)
+        slot = self.slots.take(tenant, asked, self.tokens)
+        if slot is None:
+            slot = await self.slots.wait(tenant, asked, self.tokens, priority)
         try:
             yield
         finally:
-            self.slots.give_back(tenant, part, answered=True)
+            self.slots.give_back(slot, answered=True)
 
     def ask(self, name: str, priority: int = 0, asked: Asked | None = None) -> Request:
         """A request of the tenant that is the first letter of the name."""
@@ -70,28 +74,47 @@ async def settled() -> None:
 
 
 async def test_one_tenant_fills_the_bound_and_its_requests_follow_in_their_order() -> None:
-    server = Server(2)
+    server = Server(TWO)
     asked = [server.ask(f"a{number}", number) for number in range(5)]
     await settled()
     assert (server.sent, server.slots.waiting) == (["a0", "a1"], 3)
     for request in asked:
         await request.end()
     assert server.sent == [f"a{number}" for number in range(5)]
-    assert server.slots.take("b", 1.0)
+    assert server.slots.take("b", Asked(4096), LONG_TOKENS)
+
+
+def took(slots: Slots, count: int, tenant: str = "a") -> list[Slot]:
+    """The places of so many requests, of which all but the last one are sent."""
+    places = [slots.take(tenant, Asked(), LONG_TOKENS) for _ in range(count + 1)]
+    assert [place is not None for place in places] == [True] * count + [False]
+    return [place for place in places if place is not None]
 
 
 def test_a_number_of_requests_is_kept_exactly() -> None:
     for most in range(1, 200):
-        slots = Slots(by_number(most), NEVER_S)
-        part = slots.part_of(Asked(), 0.0)
+        slots = Slots(ByNumber(most), NEVER_S)
         for _ in range(3):
-            assert [slots.take("a", part) for _ in range(most + 1)] == [True] * most + [False]
-            for _ in range(most):
-                slots.give_back("a", part)
+            for place in took(slots, most):
+                slots.give_back(place)
+
+
+async def test_a_fixed_number_holds_for_all_tenants_and_who_has_least_goes_next() -> None:
+    server = Server(ByNumber(2))
+    flood = [server.ask(f"a{number}", number) for number in range(5)]
+    others = [server.ask(f"{tenant}0", 9) for tenant in "bc"]
+    await settled()
+    assert server.sent == ["a0", "a1"]
+    for request, then in ((flood[0], "b0"), (others[0], "c0"), (others[1], "a2"), (flood[1], "a3"), (flood[2], "a4")):
+        await request.end()
+        assert server.sent[-1] == then
+    for request in flood[3:]:
+        await request.end()
+    assert server.slots.take("d", Asked(), LONG_TOKENS)
 
 
 async def test_another_tenant_does_not_wait_behind_a_flood() -> None:
-    server = Server(4)
+    server = Server(FOUR)
     flood = [server.ask(f"a{number}", number) for number in range(20)]
     await settled()
     others = [server.ask(f"b{number}", 7 + number) for number in range(3)]
@@ -107,7 +130,7 @@ async def test_another_tenant_does_not_wait_behind_a_flood() -> None:
 
 
 async def test_of_several_tenants_the_lowest_priority_goes_next() -> None:
-    server = Server(2)
+    server = Server(TWO)
     holds = [server.ask("a0"), server.ask("b0")]
     await settled()
     waiting = [server.ask("a1", 30), server.ask("b1", 10), server.ask("a2", 40), server.ask("b2", 20)]
@@ -121,7 +144,7 @@ async def test_of_several_tenants_the_lowest_priority_goes_next() -> None:
 
 
 async def test_a_request_takes_the_part_of_its_sequences_and_one_of_any_size_is_sent() -> None:
-    server = Server(by_work(running=4, servers=1))
+    server = Server(ByWork(running=4, servers=1))
     asked = [server.ask(f"a{number}", asked=Asked(count)) for number, count in enumerate((7, 4096, 1))]
     await settled()
     assert server.sent == ["a0", "a1"], "the last one may exceed what may be there"
@@ -133,27 +156,66 @@ async def test_a_request_takes_the_part_of_its_sequences_and_one_of_any_size_is_
 
 
 def test_what_a_request_takes_follows_from_its_sequences_their_tokens_and_its_scores() -> None:
-    part_of = by_work(running=256, servers=2)
-    assert part_of(Asked(), 256) == 1 / (2 * 256 * AHEAD)
-    assert part_of(Asked(4), 1e5) == 4 / (2 * 256 * AHEAD)
-    assert part_of(Asked(), 0) == 1 / (2 * FEWEST), "sequences that end at once"
-    assert part_of(Asked(), 8) == 1 / (2 * 80)
-    assert part_of(Asked(1, PROMPT_CELLS), 0) == 1 / 2 + 1 / (2 * FEWEST)
-    assert by_number(3)(Asked(4096, 10**9), 0) == 1 / 3
+    parts_of, one = ByWork(running=256, servers=2), 1 / (2 * 256 * AHEAD)
+    assert parts_of(Asked(), 256) == (one, one)
+    assert parts_of(Asked(4), 1e5) == (4 * one, 4 * one)
+    assert parts_of(Asked(), 0) == (1 / (2 * FEWEST), one), "sequences that end at once"
+    assert parts_of(Asked(), 8) == (1 / (2 * 80), one)
+    assert parts_of(Asked(1, PROMPT_CELLS), 0) == (1 / 2 + 1 / (2 * FEWEST), one)
+    assert ByNumber(3)(Asked(4096, 10**9), 0) == (1 / 3, 1 / 3)
 
 
-async def test_with_more_adapters_than_the_server_runs_at_a_time_more_is_sent() -> None:
+async def test_sequences_that_turn_out_to_be_long_take_less_and_so_do_the_tenants_next_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tenant's answers were short, and now they are not: after a while the server has as many as it takes."""
+    server = Server(ByWork(running=256, servers=1), tokens=0.0)
+    asked = [server.ask(f"a{number}") for number in range(1000)]
+    await settled()
+    assert len(server.sent) == FEWEST
+    monkeypatch.setattr(module, "PASSED_S", 0.0)
+    async with asyncio.timeout(30):
+        while len(server.sent) < AHEAD * 256:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await settled()
+    assert len(server.sent) == AHEAD * 256
+    for request in asked:
+        request.task.cancel()
+    await settled()
+    assert server.slots.waiting == 0
+    monkeypatch.setattr(module, "PASSED_S", NEVER_S)
+    later = [server.ask(f"a{number}") for number in range(100)]
+    await settled()
+    assert len(server.sent) == AHEAD * 256 + FEWEST, "a tenant without requests is not known"
+    for request in later:
+        request.task.cancel()
+
+
+async def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+    server = Server(ByWork(running=256, servers=1), tokens=0.0)
+    held = server.ask("held")
+    for number in range(100):
+        await server.ask(f"a{number}").end()
+    assert len(server.slots._new) <= 101
+    await held.end()
+    assert not server.slots._tenants
+    assert not server.slots._new
+
+
+async def test_with_more_adapters_than_the_server_runs_at_a_time_more_is_sent_up_to_a_bound() -> None:
     adapters = 1
-    slots = Slots(by_number(4), NEVER_S, lambda: adapters / 8)
-    assert [slots.take("a", 1 / 4) for _ in range(5)] == [True] * 4 + [False]
+    slots = Slots(FOUR, NEVER_S, lambda: adapters / 8)
+    took(slots, 4)
     adapters = 12
-    assert [slots.take("a", 1 / 4) for _ in range(3)] == [True] * 2 + [False]
-    assert slots.take("b", 3 / 4)
-    assert not slots.take("b", 1 / 4), "it has its half of what is sent"
+    took(slots, 2)
+    took(slots, 3, "b")
+    adapters = 8_000
+    took(slots, int(4 * MOST_CROWD) - 9)
+    took(slots, int(4 * MOST_CROWD) // 2 - 3, "b")
 
 
 async def test_a_cancelled_request_gives_its_place_to_the_next_one() -> None:
-    server = Server(1)
+    server = Server(ByNumber(1))
     first, second, third = (server.ask(f"a{number}") for number in range(3))
     await settled()
     await second.cancel()
@@ -164,7 +226,7 @@ async def test_a_cancelled_request_gives_its_place_to_the_next_one() -> None:
 
 
 async def test_a_request_that_is_cancelled_when_its_turn_has_come_gives_it_on() -> None:
-    server = Server(1)
+    server = Server(ByNumber(1))
     first, second, third = (server.ask(f"a{number}") for number in range(3))
     await settled()
     first._end.set()
@@ -173,11 +235,11 @@ async def test_a_request_that_is_cancelled_when_its_turn_has_come_gives_it_on() 
     await settled()
     assert server.sent == ["a0", "a2"]
     await third.end()
-    assert server.slots.take("b", 1.0)
+    assert server.slots.take("b", Asked(4096), LONG_TOKENS)
 
 
 async def test_a_request_fails_if_the_server_answers_nothing_while_it_waits() -> None:
-    server = Server(1, patience_s=0.02)
+    server = Server(ByNumber(1), patience_s=0.02)
     first, second = server.ask("a0"), server.ask("a1")
     with pytest.raises(FailedRequest, match=r"^the inference server has answered no request for 0.02 s") as failed:
         await second.task
@@ -188,7 +250,7 @@ async def test_a_request_fails_if_the_server_answers_nothing_while_it_waits() ->
 
 
 async def test_answers_to_others_are_reason_to_wait_on() -> None:
-    server = Server(1, patience_s=0.05)
+    server = Server(ByNumber(1), patience_s=0.05)
     requests = [server.ask(f"a{number}") for number in range(10)]
     for request in requests:
         await asyncio.sleep(0.02)
