@@ -94,7 +94,7 @@ FIRST_LENGTH = 256.0
 WEIGHT = 1 / 16
 """The weight of the newest sample in the moving average of its tenant's sequence lengths."""
 MAX_LENGTHS = 10_000
-"""Tenants whose averages are kept."""
+"""Averages that are kept."""
 
 
 RECENT = 1_000
@@ -122,7 +122,7 @@ class _Tenant:
 # Every sample makes one. As a frozen dataclass that would take three times as long.
 class Place(msgspec.Struct, frozen=True):
     """The start of a sample's interval, its priority for vLLM (lower numbers run earlier), and the expected length of
-    its sequences in tokens.
+    its sequences in tokens, which is the average of their `kind`.
 
     The priority is the middle of the interval, because all sequences of a sample (up to thousands) share one priority.
     """
@@ -131,14 +131,15 @@ class Place(msgspec.Struct, frozen=True):
     start: int
     priority: int
     length: float
+    kind: tuple[str, int]
 
 
 class FairOrder:
     """Gives samples their places. A tenant without samples in flight starts at the current time. So it gets no credit
     for idle time, and pays nothing for tokens that it got while it was alone.
 
-    The cost of a sample is estimated from the average length of its tenant's sequences. Estimated from `max_tokens`, a
-    tenant would pay for tokens that are never sampled.
+    The cost of a sample is estimated from the average length of its tenant's sequences of its kind. Estimated from
+    `max_tokens`, a tenant would pay for tokens that are never sampled.
 
     Behind a router each server has a queue of its own, and a server that has less to do gets further. The current time
     is that of the server that is furthest behind. With the time of another one, a new tenant's samples would run after
@@ -153,21 +154,23 @@ class FairOrder:
         self._servers: dict[str | None, tuple[int, int]] = {}
         """By server: the latest start of a sample that it has answered, and the number of its latest answer."""
         self._tenants: dict[str, _Tenant] = {}
-        self._lengths: dict[str, float] = {}
+        self._lengths: dict[tuple[str, int], float] = {}
+        """By tenant, and about how large `max_tokens` was: evaluations of a few tokens say nothing about rollouts."""
 
     def enter(self, tenant: str, job: Work) -> Place:
         """The place of a sample that is sent now. The caller must call `leave` when the sample has ended."""
         state = self._tenants.get(tenant)
         if state is None:
             state = self._tenants[tenant] = _Tenant()
-        length = self._lengths.get(tenant, FIRST_LENGTH)
+        kind = tenant, (job.max_tokens or 0).bit_length()
+        length = self._lengths.get(kind, FIRST_LENGTH)
         if job.max_tokens is not None and job.max_tokens < length:
             length = job.max_tokens
         cost = job.prompt_tokens + int(job.num_samples * length)
         start = max(self.now, state.end)
         state.end = start + cost
         state.in_flight += 1
-        return Place(tenant, start, start + cost // 2, length)
+        return Place(tenant, start, start + cost // 2, length, kind)
 
     def leave(self, place: Place, sequences: int, used: Used | None, server: str | None = None) -> None:
         """The sample has ended. `used` is None if it did not run, or if that is unknown. `server` is the name of the
@@ -180,12 +183,10 @@ class FairOrder:
             return
         self._advance(place.start, server)
         length = used.sampled_tokens / sequences
-        average = self._lengths.get(place.tenant)
-        if average is not None and place.length <= length < average:
-            return  # its bound cut it off, as that of a prompt that is only scored
+        average = self._lengths.get(place.kind)
         if average is None and len(self._lengths) >= MAX_LENGTHS:
             self._lengths.clear()
-        self._lengths[place.tenant] = length if average is None else average + WEIGHT * (length - average)
+        self._lengths[place.kind] = length if average is None else average + WEIGHT * (length - average)
 
     def _advance(self, start: int, server: str | None) -> None:
         self._answers += 1

@@ -25,10 +25,10 @@ from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 AHEAD = 2
 """Times as many sequences are sent to skyrl's own vLLMs as they run at once, so that one that ends is followed at once,
 whichever replica or adapter it was of."""
-FEWEST, PER_TOKEN = 16, 8
+FEWEST, PER_TOKEN = 32, 12
 """Of sequences of so many tokens, FEWEST + PER_TOKEN * tokens at most: vLLM's front end does not take more than some
 hundred in a second, so more of short ones would wait in it, and not for a place to run."""
-PROMPT_CELLS = 2**15
+PROMPT_CELLS = 2**16
 """Of logprobs of prompts. The front end takes some 5 microseconds for each, and does nothing else meanwhile."""
 
 PASSED_S = 5.0

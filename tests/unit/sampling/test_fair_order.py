@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from skyrl.sampling.gate import FairOrder, Place
+from skyrl.sampling.gate import FIRST_LENGTH, FairOrder, Place
 from skyrl.sampling.job import SampleJob
 from skyrl.sampling.metrics import Used
 from tests import sample_jobs
@@ -130,6 +130,15 @@ def test_cost_is_estimated_from_the_lengths_of_earlier_sequences() -> None:
     for _ in range(200):
         server.end(length=9)
     assert abs(Counter(server.tenants)["generous"] - 100) <= 10
+
+
+def test_short_answers_say_nothing_about_those_with_another_bound() -> None:
+    order, scored, rollout = FairOrder(), replace(JOB, max_tokens=1), replace(JOB, max_tokens=4_000)
+    for _ in range(50):
+        order.leave(order.enter("a", scored), 1, Used(3, 0, 1))
+    assert order.enter("a", rollout).length == FIRST_LENGTH
+    order.leave(order.enter("a", rollout), 1, Used(3, 0, 9))
+    assert order.enter("a", rollout).length == 9
 
 
 def test_samples_that_never_ran_do_not_advance_the_time() -> None:

@@ -160,7 +160,7 @@ def test_what_a_request_takes_follows_from_its_sequences_their_tokens_and_its_sc
     assert parts_of(Asked(), 256) == (one, one)
     assert parts_of(Asked(4), 1e5) == (4 * one, 4 * one)
     assert parts_of(Asked(), 0) == (1 / (2 * FEWEST), one), "sequences that end at once"
-    assert parts_of(Asked(), 8) == (1 / (2 * 80), one)
+    assert parts_of(Asked(), 8) == (1 / (2 * 128), one)
     assert parts_of(Asked(1, PROMPT_CELLS), 0) == (1 / 2 + 1 / (2 * FEWEST), one)
     assert ByNumber(3)(Asked(4096, 10**9), 0) == (1 / 3, 1 / 3)
 
