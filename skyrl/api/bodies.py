@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import io
 import shutil
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -157,15 +158,19 @@ class BodyMemory(SharedMemory):
     def __init__(self, directory: Path, size: int = MEMORY_BYTES) -> None:
         super().__init__(size)
         self._directory = directory
-        self._patience: TTLCache[str, float] = TTLCache(MAX_PATIENCES, PATIENCE_S)
+        self._patience: TTLCache[str, tuple[float, float]] = TTLCache(MAX_PATIENCES, PATIENCE_S)
+        """By tenant, its first seconds, and when they became so many (monotonic)."""
 
     def first_seconds(self, tenant: str) -> float:
         """In which a body of the tenant may be slow though others wait for its memory."""
-        return self._patience.get(tenant, CROWDED_S)
+        return self._patience.get(tenant, (CROWDED_S, 0.0))[0]
 
     def was_slow(self, tenant: str) -> None:
         """A body of the tenant was ended for that."""
-        self._patience[tenant] = min(2 * self.first_seconds(tenant), MOST_CROWDED_S)
+        first_s, since = self._patience.get(tenant, (CROWDED_S, -CROWDED_S))
+        now = time.monotonic()
+        if now >= since + CROWDED_S:  # else several were ended at once
+            self._patience[tenant] = min(2 * first_s, MOST_CROWDED_S), now
 
     async def for_body(self, size: int | None, tenant: str) -> Reservation | None:
         """Wait until there is memory for a body; all of it if the size is not known. None: a small body needs none.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from concurrent.futures import Future
 
 import httpx
@@ -27,7 +28,7 @@ from skyrl.inference.remote.references import BASE_MODEL, base_directory, refere
 from skyrl.inference.vllm_client import VllmError
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
 from skyrl.storage.checkpoint_store.directories import fetch
-from skyrl.storage.checkpoint_store.held import store_once
+from skyrl.storage.checkpoint_store.held import AWAY_S, store_once
 from skyrl.storage.checkpoint_store.versions import version_directory, version_key
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.database import Database
@@ -149,9 +150,10 @@ def _store_unnamed(config: ServerConfig, database: Database, store: CheckpointSt
         directory = version_directory(config.state_dir, adapter)
         if not directory.is_dir():
             continue
+        began = time.monotonic()
         try:
             store_once(store, version_key(adapter), directory)
-        except (OSError, StoreError) as error:
+        except (OSError, StoreError):
             logger.exception("adapter %s could not be put into the checkpoint store", adapter.name)
-            if isinstance(error, StoreError):
+            if time.monotonic() - began > AWAY_S:
                 return  # the others would wait for the store as long

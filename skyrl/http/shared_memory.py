@@ -92,8 +92,8 @@ class SharedMemory:
 
 NEW_S = 1.0
 """How long a client's pace says nothing yet."""
-STALLED_BYTES_PER_S = 64 * 2**10
-"""A client that takes less has stalled."""
+STALLED_BYTES_PER_S, STALLED_S = 64 * 2**10, 60.0
+"""A client that takes less, or needs longer for the rest at its pace so far, has stalled."""
 
 
 class _Unread(NamedTuple):
@@ -126,8 +126,9 @@ class UnreadAnswers:
 
     def _order(self, transport: asyncio.Transport, now: float) -> tuple[bool, float]:
         since, _, left = self._waiting[transport]
-        pace = (left - transport.get_write_buffer_size()) / max(now - since, NEW_S)
-        has_stalled = now - since >= NEW_S and pace < STALLED_BYTES_PER_S
+        still = transport.get_write_buffer_size()
+        pace = (left - still) / max(now - since, NEW_S)
+        has_stalled = now - since >= NEW_S and (pace < STALLED_BYTES_PER_S or still > STALLED_S * pace)
         return not has_stalled, pace if has_stalled else now - since
 
     def remove(self, transport: asyncio.Transport) -> None:

@@ -371,8 +371,9 @@ class Turn(msgspec.Struct, eq=False):
         except BaseException:
             await self.__aexit__()
             raise
-        self.waited_s += time.perf_counter() - self.waits_since
-        self.waits_since = None
+        finally:
+            self.waited_s += time.perf_counter() - self.waits_since
+            self.waits_since = None
 
     async def __aexit__(self, *_: object) -> None:
         gate, used, ticket, payer = self._gate, self.used, self._ticket, self._payer

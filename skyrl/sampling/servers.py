@@ -421,6 +421,7 @@ class AdapterLoads:
             return False
         load.ok = vllm_client.is_loaded(answer.status, answer.body)
         if load.ok:
+            self._not_found.pop(adapter.name, None)
             self._counts["adapter_reloads"] += answer.status == 200  # else the engine was loading it meanwhile
             return True
         missing = vllm_client.is_missing(answer.status, answer.body)

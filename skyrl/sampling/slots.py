@@ -25,7 +25,7 @@ from skyrl.base.wire.errors import ErrorCategory, FailedRequest
 AHEAD = 2
 """Times as many sequences are sent to skyrl's own vLLMs as they run at once, so that one that ends is followed at once,
 whichever replica or adapter it was of."""
-FEWEST, PER_TOKEN = 32, 12
+FEWEST, PER_TOKEN = 64, 12
 """Of sequences of so many tokens, FEWEST + PER_TOKEN * tokens at most: vLLM's front end does not take more than some
 hundred in a second, so more of short ones would wait in it, and not for a place to run."""
 PROMPT_CELLS = 2**16
@@ -61,7 +61,7 @@ class ByWork:
         PASSED_S."""
         most, short = AHEAD * self.running, FEWEST + PER_TOKEN * tokens
         at_first = work.num_samples / (short if short < most else most) + work.prompt_cells / PROMPT_CELLS
-        return at_first / self.servers, work.num_samples / (most * self.servers)
+        return at_first / self.servers, work.num_samples / most / self.servers
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class _Tenant:
     part: float = 0.0
     """Of all that may be there, what they take together."""
     is_long: bool = False
-    """The last request of which that is known took longer than PASSED_S."""
+    """A request took longer than PASSED_S, and since then none has been answered sooner."""
     waiting: OrderedDict[int, _Waiting] | None = None
     """By the number of the arrival, which is also the order of their priorities; None if none has waited."""
 
@@ -180,7 +180,7 @@ class Slots:
         state.requests -= 1
         state.part -= slot.part
         self._part -= slot.part
-        if slot.part > slot.later:
+        if answered and state.is_long and time.monotonic() - slot.sent_at < PASSED_S:
             state.is_long = False
         if not state.requests:
             state.part = 0.0  # else what was rounded adds up
@@ -228,7 +228,7 @@ class Slots:
                 slot.part = slot.later
 
     def _look_later(self) -> None:
-        if self._timer is None and self._new:
+        if self._timer is None and (self._new or self._crowd is not None):
             self._timer = asyncio.get_running_loop().call_later(PASSED_S / 4, self._look)
 
     def _look(self) -> None:
@@ -250,7 +250,7 @@ class Slots:
         """The tenant whose first waiting request goes next; None if none may."""
         waiting: Iterator[tuple[str, _Tenant]] = (each for each in self._tenants.items() if each[1].waiting)
         if self._is_fixed:
-            return None if self._part >= FULL else min(waiting, key=lambda each: (each[1].part, _order_of(each[1])))
+            return None if self._part >= FULL else min(waiting, key=lambda each: (each[1].requests, _order_of(each[1])))
         if self._part >= (room := self._room):
             equal = room / len(self._tenants)
             waiting = (each for each in waiting if each[1].part < equal)

@@ -36,6 +36,8 @@ MOST_BYTES = 2**30
 PART_OF_FREE = 4
 """All held versions take at most one part in so many of what is free in the tmpfs."""
 LEFT_S = 86_400.0
+AWAY_S = 5.0
+"""A store that has failed only after so long is away, and does not just refuse one version."""
 _OWNER = "state-dir"
 """The file in the memory's directory that has the path of the state directory, and what is there. No link: nothing that
 walks through the memory must come to the state directory."""
@@ -150,13 +152,16 @@ class HeldVersions:
                 if _is_left(memory):
                     shutil.rmtree(memory, ignore_errors=True)
         for held in sorted(self._memory.glob("adapters/*/*")) if _is_own(self._memory) else ():
+            began = time.monotonic()
             try:
                 self.copy(self._state_dir / held.relative_to(self._memory))
             except (OSError, StoreError) as error:
                 logger.warning("%s is in memory alone: it could not be copied: %s", held, error)
-                if isinstance(error, StoreError):
+                if time.monotonic() - began > AWAY_S:
                     break  # the others would wait for the store as long
-        self._failed = {each for each in self._failed if self._held(each).is_dir()}
+        for failed in [*self._failed]:
+            if not self._held(failed).is_dir():
+                self._failed.discard(failed)
 
     def _take(self, directory: Path, held: Path, most_bytes: int) -> bool:
         """Make the directory in memory for a version. Whether there is room."""

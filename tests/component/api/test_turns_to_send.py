@@ -13,10 +13,12 @@ from engine_harness import until
 from fake_upstream import FakeUpstream, after, complete, never
 
 from skyrl.api.request_status.finding import of_forwarded
+from skyrl.sampling import slots
 from skyrl.sampling.base_model import ForwardedSamples
 
 pytestmark = pytest.mark.usefixtures("drain_at_once")
 
+NEVER_S = 1e6
 FLOOD, OTHER = {"X-API-Key": "tml-flood"}, {"X-API-Key": "tml-other"}
 CHAT: dict[str, Any] = {"model": BASE, "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
 
@@ -31,9 +33,9 @@ def forwarded(api: Api) -> ForwardedSamples:
 
 
 def held_back(api: Api) -> int:
-    slots = api.services.served[0].sampling.gate.slots
-    assert slots is not None
-    return slots.waiting
+    held = api.services.served[0].sampling.gate.slots
+    assert held is not None
+    return held.waiting
 
 
 async def until_held_back(api: Api, count: int) -> None:
@@ -66,12 +68,15 @@ async def test_a_fixed_number_of_requests_is_sent_and_another_tenants_goes_next(
         assert held_back(api) == 0
 
 
-async def test_before_vllms_of_skyrls_own_another_tenant_waits_for_nobody(serve: Serve, upstream: FakeUpstream) -> None:
+async def test_before_vllms_of_skyrls_own_another_tenant_waits_for_nobody(
+    serve: Serve, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "PASSED_S", NEVER_S)
     upstream.default = never
     async with serve() as api:
         many, few = await api.sampler(**FLOOD), await api.sampler(**OTHER)
-        await send(api, FLOOD, many, 100)
-        await until(lambda: held_back(api) + upstream.busy == 100)
+        await send(api, FLOOD, many, 150)
+        await until(lambda: held_back(api) + upstream.busy == 150)
         assert held_back(api) > 0
         await send(api, OTHER, few, 2)
         await until(lambda: sum(e.headers["x-session-id"].startswith(few) for e in upstream.completions) == 2)
@@ -120,12 +125,15 @@ async def test_requests_that_wait_fail_when_the_server_answers_nothing(serve: Se
         assert "no whole answer in time" in (await api.result(first, **FLOOD)).json()["error"]
 
 
-async def test_scores_of_prompts_take_more_of_what_is_sent_at_a_time(serve: Serve, upstream: FakeUpstream) -> None:
+async def test_scores_of_prompts_take_more_of_what_is_sent_at_a_time(
+    serve: Serve, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "PASSED_S", NEVER_S)
     upstream.default = never
     async with serve() as api:
         sampler = await api.sampler(**FLOOD)
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [5] * 19}]}
-        await send(api, FLOOD, sampler, 60, prompt=prompt, prompt_logprobs=True, topk_prompt_logprobs=64)
-        await until(lambda: held_back(api) == 60 - upstream.busy)
-        assert 20 < upstream.busy < 40, "without scores all 60 would be there"
+        await send(api, FLOOD, sampler, 90, prompt=prompt, prompt_logprobs=True, topk_prompt_logprobs=64)
+        await until(lambda: held_back(api) == 90 - upstream.busy)
+        assert 20 < upstream.busy < 60, "without scores all 90 would be there"
         await api.finish(sampler)

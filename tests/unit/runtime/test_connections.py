@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from skyrl.http import server as connections
+from skyrl.http import shared_memory
 from skyrl.http.server import HEAD_BYTES, MOST_HEADERS, BoundedHttp
 from skyrl.http.shared_memory import STALLED_BYTES_PER_S, UnreadAnswers
 from skyrl.runtime.processes.logs import LimitedLog
@@ -324,6 +325,7 @@ async def test_an_answer_that_nobody_reads_ends_with_its_connection(
 
 async def test_answers_that_nobody_reads_are_bounded_together(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BoundedHttp, "unread", UnreadAnswers(LARGE))
+    monkeypatch.setattr(shared_memory, "NEW_S", 1e6)
     unread = [await server.open() for _ in range(3)]
     for connection in unread:
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
