@@ -166,7 +166,8 @@ class BodyMemory(SharedMemory):
         return self._patience.get(tenant, (CROWDED_S, 0.0))[0]
 
     def was_slow(self, tenant: str) -> None:
-        """A body of the tenant was ended for that."""
+        """A body of the tenant is ended for that: its memory goes to another tenant."""
+        self.put_last(tenant)
         first_s, since = self._patience.get(tenant, (CROWDED_S, -CROWDED_S))
         now = time.monotonic()
         if now >= since + CROWDED_S:  # else several were ended at once

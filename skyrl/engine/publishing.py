@@ -27,8 +27,8 @@ from skyrl.inference.full_weights import VersionFiles
 from skyrl.inference.remote.references import BASE_MODEL, base_directory, reference_to
 from skyrl.inference.vllm_client import VllmError
 from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
-from skyrl.storage.checkpoint_store.directories import fetch
-from skyrl.storage.checkpoint_store.held import AWAY_S, store_once
+from skyrl.storage.checkpoint_store.directories import fetch, store_once
+from skyrl.storage.checkpoint_store.held import AWAY_S
 from skyrl.storage.checkpoint_store.versions import version_directory, version_key
 from skyrl.storage.db import adapter_versions, full_weights
 from skyrl.storage.db.database import Database

@@ -62,6 +62,11 @@ class SharedMemory:
         since = [queue[0].since for other, queue in self._waiting.items() if other != tenant]
         return time.monotonic() - min(since) if since else 0.0
 
+    def put_last(self, tenant: str) -> None:
+        """Let the tenants go first that wait now and have as little."""
+        if (queue := self._waiting.pop(tenant, None)) is not None:
+            self._waiting[tenant] = queue
+
     def _grant(self) -> None:
         while self._waiting:
             tenant = min(self._waiting, key=self._held.__getitem__)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from skyrl.storage.checkpoint_store.base import MANIFEST, CheckpointStore
+from skyrl.storage.checkpoint_store.base import MANIFEST, CheckpointStore, NotStored
 
 _SCRATCH = re.compile(r"\.tmp-[0-9a-f]{16}")
 """No checkpoint's directory can have such a name, because a store key ends with the id of the save."""
@@ -148,6 +148,15 @@ def fetch(store: CheckpointStore, key: str, target: Path, *, synced: bool = True
         except OSError:
             if not target.is_dir():
                 raise
+
+
+def store_once(store: CheckpointStore, key: str, directory: Path) -> None:
+    """Store the files of a directory unless the key is stored. Raises OSError and StoreError."""
+    try:
+        store.files(key)
+    except NotStored:
+        with store.writing(key) as scratch:
+            link_files(directory, scratch)
 
 
 def remove(directory: Path) -> None:

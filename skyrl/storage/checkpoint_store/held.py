@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from skyrl.storage.checkpoint_store.base import CheckpointStore, NotStored, StoreError
-from skyrl.storage.checkpoint_store.directories import link_files, make_scratch, remove, remove_empty, sizes_of, sync
+from skyrl.storage.checkpoint_store.base import CheckpointStore, StoreError
+from skyrl.storage.checkpoint_store.directories import make_scratch, remove, remove_empty, sizes_of, store_once, sync
 from skyrl.storage.checkpoint_store.versions import version_in, version_key
 
 logger = logging.getLogger(__name__)
@@ -226,15 +226,6 @@ def _put_into(store: CheckpointStore, directory: Path) -> None:
     remove(directory)
     remove_empty(directory.parent)
     remove_empty(directory.parent.parent)
-
-
-def store_once(store: CheckpointStore, key: str, directory: Path) -> None:
-    """Store the files of a directory unless the key is stored. Raises OSError and StoreError."""
-    try:
-        store.files(key)
-    except NotStored:
-        with store.writing(key) as scratch:
-            link_files(directory, scratch)
 
 
 def _owner_at(path: Path) -> str:

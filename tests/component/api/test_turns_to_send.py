@@ -18,9 +18,14 @@ from skyrl.sampling.base_model import ForwardedSamples
 
 pytestmark = pytest.mark.usefixtures("drain_at_once")
 
-NEVER_S = 1e6
 FLOOD, OTHER = {"X-API-Key": "tml-flood"}, {"X-API-Key": "tml-other"}
 CHAT: dict[str, Any] = {"model": BASE, "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+
+
+@pytest.fixture
+def nothing_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request counts as one that has passed vLLM's front end, however slow the machine is."""
+    monkeypatch.setattr(slots, "PASSED_S", 1e6)
 
 
 async def send(api: Api, headers: dict[str, str], sampler: str, count: int, **fields: Any) -> list[str]:
@@ -68,10 +73,8 @@ async def test_a_fixed_number_of_requests_is_sent_and_another_tenants_goes_next(
         assert held_back(api) == 0
 
 
-async def test_before_vllms_of_skyrls_own_another_tenant_waits_for_nobody(
-    serve: Serve, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slots, "PASSED_S", NEVER_S)
+@pytest.mark.usefixtures("nothing_passes")
+async def test_before_vllms_of_skyrls_own_another_tenant_waits_for_nobody(serve: Serve, upstream: FakeUpstream) -> None:
     upstream.default = never
     async with serve() as api:
         many, few = await api.sampler(**FLOOD), await api.sampler(**OTHER)
@@ -125,10 +128,8 @@ async def test_requests_that_wait_fail_when_the_server_answers_nothing(serve: Se
         assert "no whole answer in time" in (await api.result(first, **FLOOD)).json()["error"]
 
 
-async def test_scores_of_prompts_take_more_of_what_is_sent_at_a_time(
-    serve: Serve, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slots, "PASSED_S", NEVER_S)
+@pytest.mark.usefixtures("nothing_passes")
+async def test_scores_of_prompts_take_more_of_what_is_sent_at_a_time(serve: Serve, upstream: FakeUpstream) -> None:
     upstream.default = never
     async with serve() as api:
         sampler = await api.sampler(**FLOOD)

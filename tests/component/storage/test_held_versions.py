@@ -77,7 +77,7 @@ def test_a_version_is_read_at_one_path_before_and_after_its_copy(state: Path, ve
 DIES = """
 import os, signal, sys
 from pathlib import Path
-from skyrl.storage.checkpoint_store import held
+from skyrl.storage.checkpoint_store import directories, held
 from skyrl.storage.checkpoint_store.local import LocalStore
 from tests.component.storage.test_held_versions import write
 
@@ -96,7 +96,7 @@ versions.write(directory, 10_000, write_and_die if moment == "before the links" 
 if moment == "during the copy":
     held.sync = die
 elif moment == "during the copy to the store":
-    held.link_files = die
+    directories.link_files = die
 elif moment == "before the stored version leaves":
     held.remove = die
 elif moment == "before the memory is free":

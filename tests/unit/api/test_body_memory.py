@@ -215,14 +215,19 @@ async def test_a_slow_body_loses_its_memory_once_another_tenant_waits(
     assert refused.value.status == 408
     assert not fast.done()
     fast.cancel()
-    again, other = read("slow", MEMORY_BYTES, 2**20), read("other", HALF, HALF)
+    again, later_one = (read("slow", MEMORY_BYTES, 2**20) for _ in range(2))
+    await settle()
+    other = read("other", HALF, HALF)
     await settle()
     await later(6)
     assert not again.done(), "the second time it may take longer"
     await later(2)
     with pytest.raises(RequestError, match="while others wait"):
         await again
+    await settle()
+    assert other.done(), "it goes before the tenant's next one, which came earlier"
     assert len(await other) == HALF
+    later_one.cancel()
 
 
 async def test_control_bodies_need_memory_unless_they_are_small(tmp_path: Path) -> None:
