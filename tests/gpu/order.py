@@ -11,6 +11,7 @@ ORDER = (
     "test_attention.py",
     "test_speed.py::test_06b_beside_peft",
     "test_speed.py::test_how_long_the_device_computes",
+    "test_graphs.py",
     "test_speed.py",
     "test_memory.py::test_memory_after_passes",
     "test_memory.py::test_a_pass_without_memory",

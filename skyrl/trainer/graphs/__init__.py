@@ -1,0 +1,1 @@
+"""CUDA graphs of functions over rows: one host call starts what is hundreds of operations otherwise."""

@@ -1,0 +1,75 @@
+"""CUDA graphs of layers without attention: as right as the plain functions, how much faster, and their memory.
+
+The layers have the widths of Qwen3-0.6B, 28 of them, and an adapter of rank 32 on one product. In a rehearsal graphs
+are emulated, and layers are small.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from skyrl.trainer.graphs.pieces import Graphs
+from skyrl.trainer.graphs.recorder import CudaRecorder
+from skyrl.trainer.graphs.row_classes import RowClasses
+from tests.gpu.figures import FIGURES
+from tests.gpu.support import DEVICE, REHEARSAL, wait
+from tests.graph_emulator import EmulatedGraphs
+from tests.graphed_layers import Layers, plainly
+
+LENGTHS = (128, 8192) if not REHEARSAL else (16, 24)
+ROUNDS = 5 if not REHEARSAL else 1
+RANK = 32
+
+
+def _layers() -> Layers:
+    if REHEARSAL:
+        return Layers(torch.bfloat16)
+    return Layers(torch.bfloat16, hidden=1024, inner=3072, size=128, count=28, device=DEVICE)
+
+
+def _graphs() -> Graphs:
+    device = torch.device(DEVICE)
+    recorder = EmulatedGraphs() if REHEARSAL else CudaRecorder(device)
+    return Graphs(recorder, RowClasses(LENGTHS), device, most_bytes=40e9, warm_up=0)
+
+
+@torch.no_grad()
+def test_graphs_compute_what_the_plain_functions_do() -> None:
+    """Rows, contents and adapters change between replays; classes change, too."""
+    layers, graphs = _layers(), _graphs()
+    less = LENGTHS[0] - 5
+    for seed, rows in enumerate((less, LENGTHS[0], LENGTHS[1] - 3, less, LENGTHS[1])):
+        leaves, batch = layers.adapter(seed % 2, RANK), layers.batch(rows, seed)
+        found = [each.clone() for each in layers.graphed(graphs, leaves, batch)]
+        for one, other in zip(found, layers.whole(plainly, leaves, batch), strict=True):
+            assert (one.float() - other.float()).norm() <= 0.02 * other.float().norm()
+    assert graphs.counts.captured == 3 * 2 * layers.count  # the small class again after the large one
+    assert graphs.counts.plain == 0
+    FIGURES.record("graphs of 28 layers without attention, two classes: MiB", graphs.held_bytes // 2**20)
+    FIGURES.record("the same: MiB of them for what is between operations", graphs.recorder.held_bytes // 2**20)
+
+
+@pytest.mark.parametrize("rows", LENGTHS)
+@torch.no_grad()
+def test_tokens_per_second_with_and_without_graphs(rows: int) -> None:
+    layers, graphs = _layers(), _graphs()
+    leaves, batch = layers.adapter(0, RANK), layers.batch(rows, 0)
+    layers.graphed(graphs, leaves, batch)
+    ways: dict[str, Callable[[], object]] = {
+        "without graphs": lambda: layers.whole(plainly, leaves, batch),
+        "with graphs": lambda: layers.graphed(graphs, leaves, batch),
+    }
+    for name, way in ways.items():
+        way()
+        wait()
+        started = time.perf_counter()
+        for _ in range(ROUNDS):
+            way()
+        wait()
+        speed = ROUNDS * rows / (time.perf_counter() - started)
+        FIGURES.record(f"28 layers without attention, {rows:,} tokens, {name}: tokens/s", speed)
+    assert graphs.counts.captured == 2 * layers.count
