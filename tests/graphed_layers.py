@@ -34,11 +34,12 @@ def backward(numbers: Any, fixed: Sequence[Tensor], of_rows: Sequence[Tensor]) -
     """The gradients of hidden and of both matrices, from that of the result."""
     weight, product, both, down, lora_a, lora_b = fixed
     gradient, hidden, rstd, low_rank, total, rstd_of_total, gate, up, cos, sin = of_rows
-    of_both = torch.cat(between.swiglu_backward(torch.mm(gradient, down), gate, up), dim=1)
+    of_gate, of_up, *_ = between.swiglu_backward(torch.mm(gradient, down), gate, up)
+    of_both = torch.cat((of_gate, of_up), dim=1)
     of_total = between.rms_norm_backward(torch.mm(of_both, both), total, weight, rstd_of_total, gradient)
     of_heads = of_total.unflatten(1, (-1, cos.shape[1]))
     of_states = between.rotated_backward(of_heads, of_heads, None, None, cos, sin).flatten(1)
-    rows = between.normed(hidden, weight, rstd)
+    rows, _ = between.rms_norm(hidden, weight, EPS)
     of_low_rank = torch.mm(of_states, lora_b).mul_(numbers)
     of_rows_ = torch.mm(of_states, product).addmm_(of_low_rank, lora_a)
     of_hidden = between.rms_norm_backward(of_rows_, hidden, weight, rstd, of_total)
