@@ -39,14 +39,18 @@ def _graphs() -> Graphs:
 
 @torch.no_grad()
 def test_graphs_compute_what_the_plain_functions_do() -> None:
-    """Rows, contents and adapters change between replays; classes change, too."""
+    """On rows padded to the class, because other shapes have other kernels. Rows, contents and adapters change between
+    replays; classes change, too."""
     layers, graphs = _layers(), _graphs()
     less = LENGTHS[0] - 5
     for seed, rows in enumerate((less, LENGTHS[0], LENGTHS[1] - 3, less, LENGTHS[1])):
         leaves, batch = layers.adapter(seed % 2, RANK), layers.batch(rows, seed)
         found = [each.clone() for each in layers.graphed(graphs, leaves, batch)]
-        for one, other in zip(found, layers.whole(plainly, leaves, batch), strict=True):
-            assert (one.float() - other.float()).norm() <= 0.02 * other.float().norm()
+        more = (LENGTHS[0] if rows <= LENGTHS[0] else LENGTHS[1]) - rows
+        padded = [torch.nn.functional.pad(each, (0, 0, 0, more)) for each in batch]
+        for number, (one, other) in enumerate(zip(found, layers.whole(plainly, leaves, padded), strict=True)):
+            expected = (other[:rows] if number < 2 else other).float()
+            assert (one.float() - expected).norm() <= 0.01 * expected.norm()
     assert graphs.counts.captured == 3 * 2 * layers.count  # the small class again after the large one
     assert graphs.counts.plain == 0
     FIGURES.record("graphs of 28 layers without attention, two classes: MiB", graphs.held_bytes // 2**20)
