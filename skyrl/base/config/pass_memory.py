@@ -43,6 +43,9 @@ _NORMS_OF_HEADS = ("qwen3", "gemma3", "gemma4", "hunyuan")
 _NORMS_OF_RESULTS = ("gemma2", "gemma3", "gemma4")
 """And with norms of what attention and MLP give."""
 
+_IN_PIECES = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "qwen3_vl_text")
+"""Model types whose layers `skyrl.trainer.model.layer_pieces` computes."""
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -116,15 +119,16 @@ class Widths:
         return rank * (self.layers * self.products + self.hidden + self.vocabulary)
 
     def kept_numbers(self, rank: int) -> int:
-        """The numbers that a decoder layer keeps for the backward of a row: inputs and results of its norms; queries,
-        keys, values and the result of attention with the norm of each head; gate and up of the MLP, whose product is
-        computed again; of each adapted layer the low-rank row."""
+        """The numbers that a decoder layer keeps for the backward of a row: inputs of its norms and, unless it computes
+        in pieces, their results; queries, keys, values and the result of attention with the norm of each head; gate and
+        up of the MLP, whose product is computed again; of each adapted layer the low-rank row."""
         norms, of_heads = 2, 0
         results = 2 if self.model_type.startswith(_NORMS_OF_RESULTS) else 0
         if self.model_type.startswith(_NORMS_OF_HEADS):
             of_heads = self.queries + self.keys + self.heads + self.keys * self.heads // self.queries
         attention = 2 * self.queries + 2 * self.keys + self.heads + of_heads
-        return (2 * norms + results) * self.hidden + norms + results + attention + 2 * self.between + 7 * rank
+        kept = norms if self.model_type in _IN_PIECES else 2 * norms
+        return (kept + results) * self.hidden + norms + results + attention + 2 * self.between + 7 * rank
 
 
 @dataclass(frozen=True)

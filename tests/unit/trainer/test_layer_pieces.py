@@ -101,7 +101,7 @@ def test_the_gated_product_and_its_backward_are_those_of_the_formula(functions: 
     of_gate, of_up = torch.autograd.grad(expected, leaves, gradient.double())
     _close(functions.swiglu(gate, up), expected.detach(), dtype)
     for found, exact in zip(
-        functions.swiglu_backward(gradient.clone(), gate, up), (of_gate, of_up, expected), strict=True
+        functions.swiglu_backward(gradient.clone(), gate.clone(), up.clone()), (of_gate, of_up, expected), strict=True
     ):
         _close(found, exact.detach(), dtype)
 
