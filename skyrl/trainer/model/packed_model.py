@@ -215,6 +215,7 @@ class PackedModel(nn.Module):
         error with `mlp_of_mixtures` alone."""
         super().__init__()
         self.active = ActiveSegments()
+        self._varlen = False
         routers = routers_of(model)
         self.routing = Routing(routers)
         self.mixture = mixture_of(routers)
@@ -253,9 +254,11 @@ class PackedModel(nn.Module):
     def decoder_layers(self) -> nn.ModuleList:
         return self.model.get_decoder().layers
 
-    def use_own_kernels(self) -> None:
-        """From now on attention takes packed rows, and experts compute with `expert_product`. On a CPU gated MLPs keep
-        less; on a GPU the products that they compute again would cost the host more than they are worth."""
+    def use_own_kernels(self, *, varlen: bool = False) -> None:
+        """From now on attention takes packed rows, with `varlen` in sequences, and experts compute with
+        `expert_product`. On a CPU gated MLPs keep less; on a GPU the products that they compute again would cost the
+        host more than they are worth."""
+        self._varlen = varlen
         self.model.set_attn_implementation(packed_attention.NAME)
         if next(self.model.parameters()).device.type == "cpu":
             keep_less(self.model)
@@ -348,7 +351,9 @@ class PackedModel(nn.Module):
         if self.reach:
             recomputed = self.recomputation is not None and self.recomputation.recomputes
             layout[recurrent.ROWS] = recurrent.PackedRows.of(slices, self.reach, recomputed=recomputed)
-        groups = slices[0].part or packed_attention.PackedGroups([packed.groups for packed in slices])
+        groups = slices[0].part or packed_attention.PackedGroups(
+            [packed.groups for packed in slices], varlen=self._varlen
+        )
         if self.indexing.any:
             recomputed = self.recomputation is not None and self.recomputation.recomputes
             layout["attention_mask"] = self.indexing.masks(groups, recomputed=recomputed)
