@@ -9,6 +9,7 @@ ORDER = (
     "test_numerics.py::test_gradients_are_as_close_to_float32_as_those_of_peft[qwen3]",  # is it right at all
     "test_numerics.py::test_merged_passes",
     "test_attention.py",
+    "test_varlen_kernel.py",
     "test_speed.py::test_06b_beside_peft",
     "test_speed.py::test_how_long_the_device_computes",
     "test_speed.py",

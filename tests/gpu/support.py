@@ -96,6 +96,7 @@ def backend_on(
     merge: bool = False,
     budget: int | None = 4096,
     keep_quantized: bool = False,
+    attention: str = "sdpa",
 ) -> LoraBackend:
     """A backend whose base model has this dtype. On CUDA the backend uses bfloat16 by default. `budget`: tokens of a
     micro-batch; None: as many as the memory holds."""
@@ -103,6 +104,7 @@ def backend_on(
         **({} if budget is None else {"trainer.micro_batch_tokens": budget}),
         "trainer.merge_passes": merge,
         "trainer.keep_quantized": keep_quantized,
+        "trainer.attention": attention,
         "trainer.policy.model.lora.max_lora_rank": 64,
     }
     config = load_config({"base_model": path, "backend_config": settings})

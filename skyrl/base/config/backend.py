@@ -125,6 +125,9 @@ class TrainerConfig(Strict):
     on CUDA in any case, other tenants' training changes a tenant's weights by rounding. On a CPU without
     `merge_passes` it does not change them.
 
+    `attention`: how layers attend: "sdpa", a call for the sequences of each length, or, on GPUs alone, "varlen", one
+    call for sequences of any lengths.
+
     With `gradient_checkpointing` a micro-batch keeps only the inputs of the decoder layers, and computes the layers
     again in its backward. "auto": only if its activations would take more than half of the free memory.
 
@@ -141,6 +144,7 @@ class TrainerConfig(Strict):
     full_finetuning: bool = Field(False, strict=True)
     micro_batch_tokens: int | None = Field(None, ge=16)
     merge_passes: bool | None = None
+    attention: Literal["sdpa", "varlen"] = "sdpa"
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     keep_quantized: bool = Field(False, strict=True)
     context_parallel_tokens: int | None = Field(None, ge=32, strict=True)

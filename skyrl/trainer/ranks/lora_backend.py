@@ -138,6 +138,7 @@ def rank_settings(config: ServerConfig) -> RankSettings:
         takes_pictures(config),
         BudgetSettings.of(config),
         trainer.keep_quantized,
+        trainer.attention == "varlen",
     )
 
 

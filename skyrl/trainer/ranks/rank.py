@@ -67,7 +67,8 @@ from skyrl.trainer.vision import Seen
 class RankSettings:
     """What a rank is told at its start. `mlp_of_mixtures`: adapters can train the experts of a mixture. `timeout_s`: a
     rank that waits this long for another rank fails. `pictures`: whether a model that sees keeps its vision tower.
-    `keep_quantized`: whether weights stay quantized that are quantized in the files."""
+    `keep_quantized`: whether weights stay quantized that are quantized in the files. `varlen`: whether attention is
+    that of `attention.varlen`."""
 
     base_model: str
     threads: int
@@ -78,6 +79,7 @@ class RankSettings:
     pictures: bool
     budget: BudgetSettings
     keep_quantized: bool = False
+    varlen: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ class RankBase(ABC):
             form,
             gradient_checkpointing=self._settings.gradient_checkpointing,
             pictures=self._settings.pictures,
+            varlen=self._settings.varlen,
             agree=agree,
         )
         self.base: BaseModel = self._model.base

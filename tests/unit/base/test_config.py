@@ -92,6 +92,7 @@ BACKEND_KEYS = {
     "generator.inference_engine.resources",
     "generator.inference_engine.step_timeout_s",
     "generator.inference_engine.tensor_parallel_size",
+    "trainer.attention",
     "trainer.gradient_checkpointing",
     "trainer.full_finetuning",
     "trainer.keep_quantized",
