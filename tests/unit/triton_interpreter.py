@@ -5,6 +5,9 @@ Triton 3.7 to 3.9's interpreter cuts the bits off, which makes errors of sums tw
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -16,7 +19,7 @@ def round_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     convert = interpreter._convert_float
 
-    def converted(values, source, target, rounding):  # noqa: ANN001, ANN202
+    def converted(values: npt.NDArray[Any], source: Any, target: Any, rounding: Any) -> npt.NDArray[Any]:
         if (source, target) == (language.float32, language.bfloat16):
             return torch.from_numpy(values.copy()).bfloat16().view(torch.uint16).numpy()
         return convert(values, source, target, rounding)

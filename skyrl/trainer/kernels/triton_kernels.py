@@ -4,15 +4,17 @@ Arithmetic is float32; each result is rounded once. Rows may lie apart, as in a 
 (or of a head) lie side by side. A kernel is compiled once for each width, number of heads and dtype, and for no number
 of rows. Importing this module needs the package triton, and calling its functions CUDA or Triton's interpreter.
 
-liger-kernel 0.8.0 has kernels for the same formulas, which do not take their place:
-- the backward of its norms also computes the weight's gradient, which frozen weights do not need, in three kernels more;
-  that of its norm with a residual is compiled anew for each number of rows
-- swiglu reads gate and up as if their rows lay side by side, and its backward overwrites both
-- rotary embeddings overwrite queries and keys, are rounded after each step, and do not norm the heads before
-- its norms call CUDA's own rsqrt, which Triton's interpreter lacks: no test could run them on a CPU
+liger-kernel 0.8.0 has kernels for the same formulas. They do not fit here:
+- The backward of its norms also computes the gradient of the weight, which is frozen here: three kernels more. That of
+  its norm with a residual is compiled anew for each number of rows.
+- Its swiglu takes the rows of gate and up to lie side by side, and its backward overwrites both.
+- Its rotary embeddings overwrite queries and keys, and do not norm the heads.
+- Its norms call CUDA's own rsqrt, which Triton's interpreter lacks, so that no test on a CPU could run them.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -22,8 +24,8 @@ from torch import Tensor
 from skyrl.trainer.kernels.between import Between
 
 _SWIGLU_COLUMNS = 1024
-_ROTATED_ELEMENTS = 2048
-"""Elements of the halves of the heads that one program turns, in registers."""
+_ROTATED_ELEMENTS = 1024
+"""How many elements of each half of some heads one program turns. With more, 16 for each thread, ptxas spills."""
 
 
 @triton.jit
@@ -236,7 +238,7 @@ def rms_norm_backward(gradient: Tensor, x: Tensor, weight: Tensor, rstd: Tensor,
     """As `between.rms_norm_backward`; the result is in the memory of `gradient`."""
     rows, n = x.shape
     arguments = gradient, _row(gradient), x, _row(x), weight, rstd, residual, _row(residual)
-    norm_backward_kernel[(rows,)](*arguments, n=n, **_norm_options(n))
+    norm_backward_kernel[(rows,)](*arguments, **_norm_options(n))
     return gradient
 
 
@@ -245,10 +247,10 @@ def rotated(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tens
     rows, heads, n = x.shape
     y = x.new_empty(x.shape)
     rstd = None if weight is None else x.new_empty((rows, heads), dtype=torch.float32)
-    options = _rotate_options(heads, n)
+    options = _rotate_options(heads, n, NORMS=weight is not None)
     arguments = x, _row(x), x.stride(1), weight, cos, _row(cos), sin, _row(sin), y, rstd, eps
     grid = rows, triton.cdiv(heads, options["HEADS"])
-    rotate_kernel[grid](*arguments, heads=heads, half=n // 2, NORMS=weight is not None, **options)
+    rotate_kernel[grid](*arguments, **options)
     return y, rstd
 
 
@@ -258,21 +260,11 @@ def rotated_backward(
     """As `between.rotated_backward`."""
     rows, heads, n = gradient.shape
     result = gradient.new_empty(gradient.shape)
-    options = _rotate_options(heads, n)
-    arguments = gradient, _row(gradient), gradient.stride(1), x, _row(x), x.stride(1), weight, rstd
+    options = _rotate_options(heads, n, NORMS=weight is not None)
+    of_x = gradient, _row(gradient), gradient.stride(1), x, _row(x), x.stride(1), weight, rstd
+    arguments = *of_x, cos, _row(cos), sin, _row(sin), result
     grid = rows, triton.cdiv(heads, options["HEADS"])
-    rotate_backward_kernel[grid](
-        *arguments,
-        cos,
-        _row(cos),
-        sin,
-        _row(sin),
-        result,
-        heads=heads,
-        half=n // 2,
-        NORMS=weight is not None,
-        **options,
-    )
+    rotate_backward_kernel[grid](*arguments, **options)
     return result
 
 
@@ -281,7 +273,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     rows, n = gate.shape
     y = gate.new_empty(gate.shape)
     options = _swiglu_options(n)
-    swiglu_kernel[(rows, triton.cdiv(n, options["BLOCK"]))](gate, _row(gate), up, _row(up), y, n=n, **options)
+    swiglu_kernel[(rows, triton.cdiv(n, options["BLOCK"]))](gate, _row(gate), up, _row(up), y, **options)
     return y
 
 
@@ -291,7 +283,7 @@ def swiglu_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
     of_gate = gate.new_empty(gate.shape)
     options = _swiglu_options(n)
     arguments = gradient, _row(gradient), gate, _row(gate), up, _row(up), of_gate
-    swiglu_backward_kernel[(rows, triton.cdiv(n, options["BLOCK"]))](*arguments, n=n, **options)
+    swiglu_backward_kernel[(rows, triton.cdiv(n, options["BLOCK"]))](*arguments, **options)
     return of_gate, gradient
 
 
@@ -300,7 +292,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, rstd: Tensor, eps:
     y = x.new_empty(x.shape)
     residual_row = 0 if residual is None else _row(residual)
     arguments = x, _row(x), residual, residual_row, weight, y, rstd, eps
-    norm_kernel[(rows,)](*arguments, n=n, ADDS=residual is not None, HAS_RSTD=has_rstd, **_norm_options(n))
+    norm_kernel[(rows,)](*arguments, **_norm_options(n, ADDS=residual is not None, HAS_RSTD=has_rstd))
     return y
 
 
@@ -310,21 +302,22 @@ def _row(x: Tensor) -> int:
     return x.stride(0)
 
 
-def _norm_options(n: int) -> dict[str, int]:
+def _norm_options(n: int, **flags: bool) -> dict[str, Any]:
     """Eight elements (16 bytes of bfloat16) for each thread, up to 512 threads."""
     block = triton.next_power_of_2(n)
-    return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
+    return {"n": n, "BLOCK": block, "num_warps": min(max(block // 256, 1), 16), **flags}
 
 
-def _rotate_options(heads: int, n: int) -> dict[str, int]:
+def _rotate_options(heads: int, n: int, **flags: bool) -> dict[str, Any]:
     half = triton.next_power_of_2(n // 2)
     together = min(triton.next_power_of_2(heads), max(_ROTATED_ELEMENTS // half, 1))
-    return {"HEADS": together, "HALF": half, "num_warps": min(max(together * half // 256, 1), 4)}
+    warps = max(together * half // 128, 1)
+    return {"heads": heads, "half": n // 2, "HEADS": together, "HALF": half, "num_warps": warps, **flags}
 
 
-def _swiglu_options(n: int) -> dict[str, int]:
+def _swiglu_options(n: int) -> dict[str, Any]:
     block = min(triton.next_power_of_2(n), _SWIGLU_COLUMNS)
-    return {"BLOCK": block, "num_warps": max(block // 256, 1)}
+    return {"n": n, "BLOCK": block, "num_warps": max(block // 256, 1)}
 
 
 IN_TRITON = Between(
