@@ -52,7 +52,7 @@ SHAPES = {
     "Qwen3-8B": Shape(4096, 12288, 128, 32, 8, True),
     "Qwen2.5-7B": Shape(3584, 18944, 128, 28, 4, False),
     "Llama-3.2-1B": Shape(2048, 8192, 64, 32, 8, False),
-    "Llama-3.3-70B": Shape(8192, 28672, 128, 64, 8, False),
+    "Qwen2.5-72B": Shape(8192, 29568, 128, 64, 8, False),
 }
 
 
