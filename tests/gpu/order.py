@@ -16,6 +16,7 @@ ORDER = (
     "test_memory.py::test_memory_after_passes",
     "test_memory.py::test_a_pass_without_memory",
     "test_numerics.py",
+    "test_kernels.py",
     "test_mixtures.py",
     "test_pictures.py",
     "test_quantized.py",

@@ -96,6 +96,7 @@ BACKEND_KEYS = {
     "trainer.gradient_checkpointing",
     "trainer.full_finetuning",
     "trainer.keep_quantized",
+    "trainer.kernels",
     "trainer.merge_passes",
     "trainer.context_parallel_tokens",
     "trainer.micro_batch_tokens",
