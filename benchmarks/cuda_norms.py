@@ -25,6 +25,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("skyrl_benchmarks::rms_norm_backward", mutates_args=())
 def _backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     numbers, of_product = x.float(), gradient.float() * weight.float()
+    scale = scale.view(*x.shape[:-1], 1)
     along = (of_product * numbers).mean(-1, keepdim=True)
     return (scale * (of_product - numbers * scale.square() * along)).to(x.dtype)
 

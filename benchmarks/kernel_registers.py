@@ -130,7 +130,7 @@ def _calls(shape: Shape, rows: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
     x, weight, rstd = empty(rows, shape.hidden), empty(shape.hidden), empty(rows, dtype=torch.float32)
     yield "rms_norm", (x, weight, 1e-6)
     yield "add_rms_norm", (x, x, weight, 1e-6)
-    yield "normed", (x, weight, rstd)
+    yield "normed", (x, weight, rstd, 1e-6)
     yield "rms_norm_backward", (x, x, weight, rstd, x)
     for heads in (shape.queries, shape.keys):
         of_heads, angles = empty(rows, heads, shape.head), empty(rows, shape.head)

@@ -63,7 +63,7 @@ def as_on_cuda() -> Iterator[None]:
         for module in (base_model, sharded_model):
             stack.enter_context(patch.object(module, "fuses_norms", lambda device: True))
         stack.enter_context(norms_as_on_cuda())
-        stack.enter_context(patch.object(sharded_model, "in_torch", lambda device: WITH_FUSED_NORMS))
+        stack.enter_context(patch.object(sharded_model, "between_for", lambda kernels, device: WITH_FUSED_NORMS))
         yield
 
 

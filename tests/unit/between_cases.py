@@ -63,7 +63,7 @@ def cases(rows: int, n: int, dtype: torch.dtype, *, apart: bool, device: str = "
     total = x.double() + residual.double()
     exact = total, _norm(total, weight.double()), _rstd(total)[:, 0]
     yield Case("add_rms_norm", (x, residual, weight, EPS), exact)
-    yield Case("normed", (x, weight, rstd), (_norm(x.double(), weight.double()),))
+    yield Case("normed", (x, weight, rstd, EPS), (_norm(x.double(), weight.double()),))
     (of_x,) = _gradients(lambda x: _norm(x, weight.double()), gradient, x)
     yield Case("rms_norm_backward", (gradient, x, weight, rstd, residual), (of_x + residual.double(),))
 
@@ -80,7 +80,8 @@ def cases(rows: int, n: int, dtype: torch.dtype, *, apart: bool, device: str = "
     gate, up, gradient = random(rows, n, scale=4), random(rows, n), random(rows, n)
     gate[:1, :2] = torch.tensor([-200.0, 200.0])  # where exp(200) is infinite in float32
     yield Case("swiglu", (gate, up), (_swiglu(gate.double(), up.double()),))
-    yield Case("swiglu_backward", (gradient, gate, up), _gradients(_swiglu, gradient, gate, up))
+    of_both = _gradients(_swiglu, gradient, gate, up)
+    yield Case("swiglu_backward", (gradient, gate, up), (*of_both, _swiglu(gate.double(), up.double())))
 
 
 def _rstd(x: Tensor) -> Tensor:

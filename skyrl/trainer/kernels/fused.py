@@ -22,6 +22,7 @@ from torch import Tensor
 
 from skyrl.base.config.backend import ConfigError, Kernels
 from skyrl.trainer.kernels.between import IN_TORCH, Between
+from skyrl.trainer.kernels.fused_norms import in_torch
 
 _MOST_VARIANTS = 64
 """Of one function: models, kinds of heads, dtypes and strides of one process. Beyond that a call raises an error."""
@@ -34,7 +35,7 @@ def between_for(kernels: Kernels, device: torch.device) -> Between:
 
     Raises ConfigError where they cannot work: a package or a compiler is missing, or Triton's kernels have no GPU."""
     if kernels == "torch":
-        return IN_TORCH
+        return in_torch(device)
     if kernels == "triton" and device.type != "cuda":
         raise ConfigError(f'trainer.kernels: "triton" needs a GPU, and the trainer computes on {device.type}')
     if device.type == "cuda" and find_spec("triton") is None:
@@ -64,20 +65,20 @@ def compiled(backend: str = "inductor") -> Between:
 def _compiled(function: Function, backend: str) -> Function:
     names = tuple(inspect.signature(function).parameters)
 
-    def of_copy(*arguments: Any) -> Any:
-        """Some functions write into their first argument. Compiled code would write that tensor in vain; it makes no
-        copy."""
-        return function(arguments[0].clone(), *arguments[1:])
+    def of_copies(*arguments: Any) -> Any:
+        """Some functions write into their arguments. Compiled code would write these tensors in vain; it makes no
+        copies."""
+        return function(*(each.clone() if isinstance(each, Tensor) else each for each in arguments))
 
     options: Any = {"isolate_recompiles": True, "recompile_limit": _MOST_VARIANTS}
-    quick = torch.compile(of_copy, fullgraph=True, dynamic=False, backend=backend, **options)
+    quick = torch.compile(of_copies, fullgraph=True, dynamic=False, backend=backend, **options)
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
-        if len(arguments[0]) < 2:
-            return function(*arguments)
         # a tensor that requires a gradient, or a call with gradients on, would be compiled once more
         with torch.no_grad():
+            if len(arguments[0]) < 2:
+                return function(*(each.detach() if isinstance(each, Tensor) else each for each in arguments))
             return quick(*(_of_any_rows(name, each) for name, each in zip(names, arguments, strict=True)))
 
     return call  # pyright: ignore[reportReturnType]  # of the same signature

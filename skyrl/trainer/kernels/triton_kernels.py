@@ -7,7 +7,7 @@ of rows. Importing this module needs the package triton, and calling its functio
 liger-kernel 0.8.0 has kernels for the same formulas. They do not fit here:
 - The backward of its norms also computes the gradient of the weight, which is frozen here: three kernels more. That of
   its norm with a residual is compiled anew for each number of rows.
-- Its swiglu takes the rows of gate and up to lie side by side, and its backward overwrites both.
+- Its swiglu takes the rows of gate and up to lie side by side, and its backward does not give the product again.
 - Its rotary embeddings overwrite queries and keys, and do not norm the heads.
 - Its norms call CUDA's own rsqrt, which Triton's interpreter lacks, so that no test on a CPU could run them.
 """
@@ -198,10 +198,9 @@ def swiglu_kernel(gate, gate_row, up, up_row, y, n: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def swiglu_backward_kernel(
-    gradient, gradient_row, gate, gate_row, up, up_row, of_gate, n: tl.constexpr, BLOCK: tl.constexpr
-):
-    """BLOCK columns of one row of the gradients of gate and, in the memory of `gradient`, of up.
+def swiglu_backward_kernel(gradient, gradient_row, gate, gate_row, up, up_row, n: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns of one row of the gradients of gate and up, in the memory of `gate` and `gradient`, and of the
+    product, in that of `up`.
 
     The derivative of silu(g) is s (1 + g (1 - s)) with s = sigmoid(g)."""
     row = tl.program_id(0).to(tl.int64)
@@ -209,12 +208,13 @@ def swiglu_backward_kernel(
     mask = column < n
     place = gradient + row * gradient_row + column
     of_product = _read(place, mask)
-    gated = _read(gate + row * gate_row + column, mask)
-    factor = _read(up + row * up_row + column, mask)
+    of_gate, of_up = gate + row * gate_row + column, up + row * up_row + column
+    gated, factor = _read(of_gate, mask), _read(of_up, mask)
     sigmoid = tl.sigmoid(gated)
     slope = sigmoid * (1 + gated * (1 - sigmoid))
-    _write(of_gate + row * n + column, of_product * factor * slope, mask)
+    _write(of_gate, of_product * factor * slope, mask)
     _write(place, of_product * gated * sigmoid, mask)
+    _write(of_up, gated * sigmoid * factor, mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -229,9 +229,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return x, _norm(x, residual, weight, rstd, eps, has_rstd=False), rstd
 
 
-def normed(x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+def normed(x: Tensor, weight: Tensor, rstd: Tensor, eps: float) -> Tensor:
     """As `between.normed`: the bits of `rms_norm` of this module."""
-    return _norm(x, None, weight, rstd, 0.0, has_rstd=True)
+    return _norm(x, None, weight, rstd, eps, has_rstd=True)
 
 
 def rms_norm_backward(gradient: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor) -> Tensor:
@@ -277,14 +277,13 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-def swiglu_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """As `between.swiglu_backward`; the gradient of up is in the memory of `gradient`."""
+def swiglu_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `between.swiglu_backward`; the results are in the memory of gate, of `gradient` and of up."""
     rows, n = gate.shape
-    of_gate = gate.new_empty(gate.shape)
     options = _swiglu_options(n)
-    arguments = gradient, _row(gradient), gate, _row(gate), up, _row(up), of_gate
+    arguments = gradient, _row(gradient), gate, _row(gate), up, _row(up)
     swiglu_backward_kernel[(rows, triton.cdiv(n, options["BLOCK"]))](*arguments, **options)
-    return of_gate, gradient
+    return gate, gradient, up
 
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, rstd: Tensor, eps: float, *, has_rstd: bool) -> Tensor:

@@ -139,6 +139,7 @@ def rank_settings(config: ServerConfig) -> RankSettings:
         BudgetSettings.of(config),
         trainer.keep_quantized,
         trainer.attention == "varlen",
+        trainer.kernels,
     )
 
 

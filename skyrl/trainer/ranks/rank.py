@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
+from skyrl.base.config.backend import Kernels
 from skyrl.base.pictures.vision import VisionConfig
 from skyrl.trainer.adamw import NonFiniteGradient, adamw_step, gradient_norm
 from skyrl.trainer.collectives import SameFailureEverywhere, agree, failed_anywhere, on_all_or_none
@@ -68,7 +69,7 @@ class RankSettings:
     """What a rank is told at its start. `mlp_of_mixtures`: adapters can train the experts of a mixture. `timeout_s`: a
     rank that waits this long for another rank fails. `pictures`: whether a model that sees keeps its vision tower.
     `keep_quantized`: whether weights stay quantized that are quantized in the files. `varlen`: whether attention is
-    that of `attention.varlen`."""
+    that of `attention.varlen`. `kernels`: what computes between the products of plain layers."""
 
     base_model: str
     threads: int
@@ -80,6 +81,7 @@ class RankSettings:
     budget: BudgetSettings
     keep_quantized: bool = False
     varlen: bool = False
+    kernels: Kernels = "torch"
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ class RankBase(ABC):
             gradient_checkpointing=self._settings.gradient_checkpointing,
             pictures=self._settings.pictures,
             varlen=self._settings.varlen,
+            kernels=self._settings.kernels,
             agree=agree,
         )
         self.base: BaseModel = self._model.base

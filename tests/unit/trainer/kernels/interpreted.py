@@ -31,7 +31,7 @@ def test_errors_are_those_of_plain_torch(dtype: torch.dtype, n: int, apart: bool
 def test_a_norm_is_computed_again_with_the_same_bits(dtype: torch.dtype) -> None:
     x, weight = torch.randn(4, 96).to(dtype), torch.randn(96).to(dtype)
     y, rstd = IN_TRITON.rms_norm(x, weight, 1e-6)
-    assert torch.equal(IN_TRITON.normed(x, weight, rstd), y)
+    assert torch.equal(IN_TRITON.normed(x, weight, rstd, 1e-6), y)
 
 
 def test_no_rows() -> None:

@@ -15,6 +15,7 @@ from torch._inductor import config as inductor
 from skyrl.base.config.backend import ConfigError
 from skyrl.trainer.kernels.between import IN_TORCH
 from skyrl.trainer.kernels.fused import between_for, compiled
+from skyrl.trainer.kernels.fused_norms import WITH_FUSED_NORMS
 
 # of inductor's own imports
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -30,8 +31,9 @@ def no_more_processes() -> Iterator[None]:
         yield
 
 
-def test_torch_is_the_default_and_the_same_everywhere() -> None:
-    assert between_for("torch", CPU) is between_for("torch", CUDA) is IN_TORCH
+def test_torch_has_norms_of_one_kernel_on_cuda() -> None:
+    assert between_for("torch", CPU) is IN_TORCH
+    assert between_for("torch", CUDA) is WITH_FUSED_NORMS
 
 
 def test_refused_where_a_gpu_a_package_or_a_compiler_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
