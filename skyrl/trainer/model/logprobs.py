@@ -395,8 +395,9 @@ class _AtOnce(Function):
         return of_hidden, None, None, None, None, *of_matrices
 
 
-class _LogSoftmaxAt(torch.autograd.Function):
-    """log softmax(logits)[owners, ids], without a copy of the logits: backward makes their gradient in their place.
+class _LogSoftmaxAt(Function):
+    """log softmax(logits)[owners, ids], without a copy of the logits: forward makes their exponentials in their place,
+    and backward their gradient. The norms have the bits of `torch.logsumexp`, which makes a copy.
 
     logits: float32 [rows, vocabulary], which nothing else reads; owners, ids: int64 [pairs], no pair twice. With
     p = softmax(logits) and the outputs' gradient g, the logits' gradient is -p_ij (sum of g over row i's pairs), plus g
@@ -405,15 +406,18 @@ class _LogSoftmaxAt(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, owners: Tensor, ids: Tensor) -> Tensor:
-        norms = logits.logsumexp(1)
-        ctx.save_for_backward(logits, norms, owners, ids)
-        return logits[owners, ids] - norms[owners]
+        of_pairs = logits[owners, ids]
+        largest = logits.amax(1)
+        largest.masked_fill_(largest.isinf(), 0)
+        sums = logits.sub_(largest[:, None]).exp_().sum(1)
+        ctx.save_for_backward(logits, sums, owners, ids)
+        return of_pairs - (sums.log() + largest)[owners]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
-        logits, norms, owners, ids = ctx.saved_tensors
-        of_row = torch.zeros_like(norms).index_add_(0, owners, gradient)
-        result = logits.sub_(norms[:, None]).exp_().mul_(-of_row[:, None])
-        result.view(-1).index_add_(0, owners * logits.shape[1] + ids, gradient)
+        exponentials, sums, owners, ids = ctx.saved_tensors
+        of_row = torch.zeros_like(sums).index_add_(0, owners, gradient)
+        result = exponentials.mul_(-(of_row / sums)[:, None])
+        result.view(-1).index_add_(0, owners * exponentials.shape[1] + ids, gradient)
         return result, None, None

@@ -1,26 +1,26 @@
-"""The Triton kernels of target logprobs against torch's own operations. On a CPU Triton interprets them, where it is
-installed."""
+"""The Triton kernels of target logprobs against torch's own operations. `test_logprob_kernels` runs these tests on a
+CPU, in a process of their own, because `TRITON_INTERPRET=1` must be set before the first import of triton. Without that
+variable pytest runs them on a GPU."""
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch_lora_support import VOCAB, grpo, make_backend, ok, spec, train
 
+from skyrl.trainer.kernels import logprobs as kernels
+from skyrl.trainer.model import logprobs as logprobs_module
 from skyrl.trainer.model.logprobs import _LogSoftmaxAt  # pyright: ignore[reportPrivateUsage]
+from tests.local_ranks import rank_of
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if DEVICE.type == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
-pytest.importorskip("triton", reason="triton is not installed: the kernels of logprobs were not run")
-kernels: Any = importlib.import_module("skyrl.trainer.kernels.logprobs")
-
-ROUNDED = 2**-8 if DEVICE.type == "cuda" else 2**-7
-"""Of a number rounded to bfloat16, which has 8 bits. The interpreter cuts the rest off."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+ROUNDED = 2**-7 if INTERPRETED else 2**-8
+"""Of a number in bfloat16, which has 8 bits. The interpreter cuts the rest off, where a GPU rounds."""
 OWNERS = [0, 0, 0, 2, 3, 3]
 """Several targets of a row; rows 1 and 4 have none."""
 
@@ -66,9 +66,25 @@ def test_extreme_logits_have_torchs_numbers(dtype: torch.dtype) -> None:
     (found, of_found), (expected, of_expected) = _both(logits.to(dtype), owners, ids, gradient)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(of_found, of_expected, rtol=ROUNDED, atol=1e-7)
-    norms = kernels.logsumexp(logits.to(dtype))
-    torch.testing.assert_close(norms, logits.to(dtype).float().logsumexp(1), rtol=1e-6, atol=1e-6)
-    assert kernels.logsumexp(torch.full((1, 9), -torch.inf, device=DEVICE)).item() == -torch.inf
+    largest, sums = kernels.norms_of(torch.full((1, 9), -torch.inf, device=DEVICE, dtype=dtype))
+    assert (largest.item(), sums.item()) == (0, 0)
+
+
+def test_a_pass_in_kernels_has_the_numbers_of_a_pass_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several chunks, in one backward with the logprobs."""
+    monkeypatch.setattr(logprobs_module, "LOGITS_BYTES", 16 * VOCAB * 4)
+    found: list[tuple[float, Tensor]] = []
+    for in_kernels in (False, True):
+        backend = make_backend()
+        backend.create_model("m", spec())
+        rank_of(backend).base.packed.logprobs_in_kernels = in_kernels
+        (result,) = ok(backend.run([train("m", grpo(0, 2, 3, 12), "ppo")]))
+        gradient = rank_of(backend).adapters["m"].gradient
+        assert gradient is not None
+        found.append((result.metrics["loss:sum"], gradient.float()))
+    (loss, expected), (of_kernels, own) = found
+    assert of_kernels == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(own, expected, rtol=1e-3, atol=2e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's NumPy
