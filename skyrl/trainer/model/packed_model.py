@@ -211,6 +211,10 @@ class PackedModel(nn.Module):
     recomputation: Recomputation | None = None
     reach: int
     """How many rows before it a recurrent layer's convolution reads; 0 for a model without such layers."""
+    logits_bytes: int | None = None
+    """`OutputLayer.chunk_bytes`."""
+    logprobs_in_kernels: bool = False
+    """Whether Triton kernels read the logits (`kernels.logprobs`)."""
 
     def __init__(self, model: Any, *, mlp_of_mixtures: bool = False) -> None:
         """Adapters can also train a mixture's experts, and the MLPs of its other layers. If they cannot, that is an
@@ -246,7 +250,12 @@ class PackedModel(nn.Module):
     @property
     def lm_head(self) -> OutputLayer:
         linear = next(linear for name, linear in self.linears.items() if name.rsplit(".", 1)[-1] == "lm_head")
-        return OutputLayer(linear.for_segment, linear.base, self.transform, linear.name)
+        return self._output_layer(linear.for_segment, linear.base, linear.name)
+
+    def _output_layer(
+        self, linear: Callable[[Tensor, LoraSegment], Tensor], base: nn.Linear, name: str = ""
+    ) -> OutputLayer:
+        return OutputLayer(linear, base, self.transform, name, self.logits_bytes, self.logprobs_in_kernels)
 
     @property
     def transform(self) -> LogitTransform:

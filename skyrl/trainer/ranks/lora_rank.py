@@ -40,6 +40,7 @@ from skyrl.trainer.lora.linear import LoraSegment, groups_adapters
 from skyrl.trainer.lora.stack import AdapterStack, grouped_rank
 from skyrl.trainer.model.packed_model import PackedModel, trained_targets
 from skyrl.trainer.model.row_budget import RowBudget
+from skyrl.trainer.passes.entry_gradients import with_gradients
 from skyrl.trainer.passes.micro_batch import MicroBatch
 from skyrl.trainer.passes.outputs import value_rows_of
 from skyrl.trainer.passes.pass_run import ItemResult, MicroBatchItem, PassRun, ShareResult
@@ -130,7 +131,7 @@ class LoraRank(RankBase):
     ) -> MicroBatch:
         """Each item gets its own leaves of its adapter's weights."""
         parts = together(items) if self.alone and groups_adapters(self.device) else None
-        made = MicroBatch.of(items, seen, self.device, parts)
+        made = with_gradients(MicroBatch.of(items, seen, self.device, parts), items)
         dtype = base_dtype(self.device)
         for index, part in enumerate(made.parts):
             of_part, packed = items[part.start : part.stop], made.packed[part.start : part.stop]

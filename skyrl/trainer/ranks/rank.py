@@ -173,6 +173,7 @@ class RankBase(ABC):
         if settings.measures_on(self.device):
             measure_row(self.base, targets)
             packed.reshard()
+        packed.logits_bytes = settings.logits_bytes(packed, self._model.numel)
         return settings.of_model(packed, self._model.numel, self._held(), ranks=self._ranks)
 
     def _held(self) -> int:
