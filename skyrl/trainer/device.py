@@ -163,7 +163,8 @@ def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     of_host = host.numpy()
     for tensor, start in zip(tensors, starts, strict=False):
-        of_host[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        if tensor.nbytes:
+            of_host[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     on_device = host.to(device, non_blocking=True)
     return [
         on_device[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from skyrl.base.config.pass_memory import LOGITS_BYTES
+from skyrl.trainer.device import uploaded
 from skyrl.trainer.lora.adapter import VALUE_HEAD
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.model.restricted import RestrictedLogSoftmaxAt, Restriction
@@ -255,7 +256,7 @@ def _pair_logprobs(
     for start in range(0, total, count):
         stop = min(start + count, total)
         first, last = np.searchsorted(targets.owners, [start, stop])
-        owners = torch.from_numpy(targets.owners[first:last] - start).to(hidden.device)
+        (owners,) = uploaded([targets.owners[first:last] - start], hidden.device)
         chosen = targets.rows[start:stop]
         restriction = None if targets.restriction is None else targets.restriction.of_rows(start, stop)
         is_all = restriction is None and len(chosen) == len(hidden)
