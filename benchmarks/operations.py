@@ -62,6 +62,7 @@ def as_on_cuda() -> Iterator[None]:
         stack.enter_context(patch.object(lora_rank, "groups_adapters", lambda device: True))
         for module in (base_model, sharded_model):
             stack.enter_context(patch.object(module, "fuses_norms", lambda device: True))
+        stack.enter_context(patch.object(device, "has_own_memory", lambda each: each is not device.HOST))
         stack.enter_context(norms_as_on_cuda())
         stack.enter_context(patch.object(sharded_model, "between_for", lambda kernels, device: WITH_FUSED_NORMS))
         yield
@@ -88,6 +89,7 @@ def counting() -> Iterator[Operations]:
             stack.enter_context(in_phase(operations, phase, owner, name))
         for module in (device, trainer_ways):
             stack.enter_context(patch.object(module, "synchronize", operations.waited))
+        stack.enter_context(operations.copies(device.HostCopy))
         with operations.phase("bookkeeping"), operations:
             yield operations
 

@@ -23,7 +23,7 @@ from skyrl.trainer.attention.divided import Scoring, divided_attention
 from skyrl.trainer.attention.relative import RelativeBias, bias_of
 from skyrl.trainer.attention.sparse import Chosen, attend_to_chosen
 from skyrl.trainer.attention.varlen import Sequences, attend_in_sequences, fits
-from skyrl.trainer.device import HOST
+from skyrl.trainer.device import HOST, moved
 from skyrl.trainer.reused import Reused
 from skyrl.trainer.rows.packing import AttentionGroup, FromCells, Grids, IntoCells, Shape
 from skyrl.trainer.shares import SequencePart
@@ -220,7 +220,7 @@ class Masks:
         flat = torch.zeros(sum(sizes), dtype=torch.bool)
         for shape, width, part in zip(small, padded, flat.split(sizes), strict=True):
             part.view(-1, width)[:, : shape.keys] = _mask(*shape, self._window, HOST)
-        flat = flat.to(self._device)
+        (flat,) = moved([flat], self._device)
         if dtype != torch.bool:
             flat = torch.zeros(flat.shape, dtype=dtype, device=self._device).masked_fill_(~flat, -torch.inf)
         return {

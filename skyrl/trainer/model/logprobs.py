@@ -28,6 +28,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from skyrl.base.config.pass_memory import LOGITS_BYTES
+from skyrl.trainer.device import uploaded
 from skyrl.trainer.lora.adapter import VALUE_HEAD
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.model.restricted import RestrictedLogSoftmaxAt, Restriction
@@ -160,7 +161,7 @@ class RowTargets:
             pairs = slice(*map(int, np.searchsorted(self.owners, [start, stop])))
             yield Chunk(
                 self.rows[start:stop],
-                torch.from_numpy(self.owners[pairs] - start).to(self.rows.device),
+                *uploaded([self.owners[pairs] - start], self.rows.device),
                 self.ids[pairs],
                 pairs,
                 None if self.restriction is None else self.restriction.of_rows(start, stop),

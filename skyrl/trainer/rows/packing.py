@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from skyrl.trainer.device import HOST, moved, uploaded
 from skyrl.trainer.protocol import Datum
 from skyrl.trainer.rows.prefixes import Layout, bundled, experts_of, lay_out, prefix_tree, similar
 from skyrl.trainer.shares import SequencePart
@@ -51,14 +52,15 @@ class PictureRows:
         chosen = torch.from_numpy(places[rows])
 
         def of_rows(parts: Sequence[Tensor]) -> Tensor:
-            return torch.cat(list(parts)).index_select(0, chosen).to(device)
+            return torch.cat(list(parts)).index_select(0, chosen)
 
-        return PictureRows(
-            torch.from_numpy(rows).to(device),
+        made = PictureRows(
+            torch.from_numpy(rows),
             of_rows([each.embeddings for each in looked]),
             tuple(of_rows(of_layer) for of_layer in zip(*(each.deepstack for each in looked), strict=True)),
-            torch.from_numpy(layout.of_rows([positions_of(datum, seen).T for datum in data]).T.copy()).to(device),
+            torch.from_numpy(layout.of_rows([positions_of(datum, seen).T for datum in data]).T.copy()),
         )
+        return moved([made], device)[0]
 
 
 def _places(datum: Datum, first: Mapping[str, int]) -> npt.NDArray[np.int64]:
@@ -164,16 +166,17 @@ def pack(
     tokens = layout.of_rows([datum.tokens for datum in data])
     positions = np.concatenate([segment.start + np.arange(segment.rows) for segment in layout.segments])
     experts = experts_of(data)
-    return PackedItem(
+    made = PackedItem(
         start=start,
         stop=start + len(tokens),
-        tokens=torch.from_numpy(tokens).to(device),
-        positions=torch.from_numpy(positions).to(device),
+        tokens=torch.from_numpy(tokens),
+        positions=torch.from_numpy(positions),
         groups=tuple(_groups(layout)),
         layout=layout,
-        experts=None if experts is None else torch.from_numpy(layout.of_rows(experts)).to(device),
-        pictures=PictureRows.of(data, layout, seen, device),
+        experts=None if experts is None else torch.from_numpy(layout.of_rows(experts)),
+        pictures=PictureRows.of(data, layout, seen, HOST),
     )
+    return moved([made], device)[0]
 
 
 def _groups(layout: Layout) -> Iterator[AttentionGroup]:
@@ -342,7 +345,7 @@ def _indices(pieces: Sequence[_Piece], device: torch.device) -> tuple[Indices, I
     rows = np.concatenate([np.arange(len(of_keys)), cells[copied]])
     firsts = np.searchsorted(np.sort(rows), np.arange(len(of_keys)))
     arrays = [np.concatenate(queries), of_queries, cells, of_keys, holders[np.argsort(rows, kind="stable")], firsts]
-    made = [torch.from_numpy(array).to(device) for array in arrays]
+    made = uploaded(arrays, device)
     return Indices(made[0], made[1]), Indices(made[2], made[3], (made[4], made[5]) if len(copied) else None)
 
 
