@@ -29,6 +29,16 @@ def _backward(gradient: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor
     return (scale * (of_product - numbers * scale.square() * along)).to(x.dtype)
 
 
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@_backward.register_fake
+def _(gradient: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x)
+
+
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
     x, weight, ctx.eps = inputs
     ctx.save_for_backward(x, weight)

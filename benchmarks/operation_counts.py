@@ -45,6 +45,7 @@ class Operations(TorchDispatchMode):
         self.uploads: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self._phases = ["other"]
+        self._in_kernel = False
 
     def __enter__(self) -> Self:
         self._host.__enter__()
@@ -61,9 +62,34 @@ class Operations(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in _WAITS or (name == "index" and _has_mask(args[1])):
             self.waited()
-        if not func.is_view and name not in _NO_LAUNCH:
-            self.counts.setdefault(self._phases[-1], Counter())[name] += 1
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if not self._in_kernel and not func.is_view and name not in _NO_LAUNCH:
+            self.started(name, self._phases[-1], func, args, kwargs or {}, made)
+        return made
+
+    def started(
+        self, name: str, phase: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
+    ) -> None:
+        """An operation has started, with these arguments and results. `func`: torch's; None: a kernel of `as_one`."""
+        self.counts.setdefault(phase, Counter())[name] += 1
+
+    def as_one(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, each call of which is counted as one operation of this name: what it starts inside is not
+        counted. So a fused kernel is counted that computes the same and is not there on a CPU."""
+
+        @functools.wraps(function)
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            if self._in_kernel:
+                return function(*args, **kwargs)
+            self._in_kernel = True
+            try:
+                made = function(*args, **kwargs)
+            finally:
+                self._in_kernel = False
+            self.started(name, self._phases[-1], None, args, kwargs, made)
+            return made
+
+        return kernel
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
