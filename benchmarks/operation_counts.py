@@ -45,14 +45,17 @@ class Operations(TorchDispatchMode):
         self.uploads: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self._phases = ["other"]
-        self._in_kernel = False
+        self._is_counting = False
+        """Between enter and exit, and outside of kernels of `as_one`."""
 
     def __enter__(self) -> Self:
+        self._is_counting = True
         self._host.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._is_counting = False
         super().__exit__(*error)
         self._host.__exit__(*error)
 
@@ -63,7 +66,7 @@ class Operations(TorchDispatchMode):
         if name in _WAITS or (name == "index" and _has_mask(args[1])):
             self.waited()
         made = func(*args, **(kwargs or {}))
-        if not self._in_kernel and not func.is_view and name not in _NO_LAUNCH:
+        if self._is_counting and not func.is_view and name not in _NO_LAUNCH:
             self.started(name, self._phases[-1], func, args, kwargs or {}, made)
         return made
 
@@ -79,13 +82,13 @@ class Operations(TorchDispatchMode):
 
         @functools.wraps(function)
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            if self._in_kernel:
+            if not self._is_counting:
                 return function(*args, **kwargs)
-            self._in_kernel = True
+            self._is_counting = False
             try:
                 made = function(*args, **kwargs)
             finally:
-                self._in_kernel = False
+                self._is_counting = True
             self.started(name, self._phases[-1], None, args, kwargs, made)
             return made
 

@@ -144,14 +144,13 @@ def _total(parts: Mapping[str, Numbers]) -> Numbers:
 
 
 @contextmanager
-def counting(card: Card, vocabulary: int) -> Iterator[Work]:
-    work = Work(card, vocabulary)
+def counting(work: Work) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(in_phase(work, "optimizer", LoraBackend, "optim_step"))
         forward = work.in_micro_batches(PackedModel.forward)
         stack.enter_context(patch.object(PackedModel, "forward", forward))
         with work.phase("pass"), work:
-            yield work
+            yield
 
 
 def work_of(path: str, row: BatchRow, micro_batch: int, card: Card, *, fused_norms: bool = True) -> Work:
@@ -159,12 +158,13 @@ def work_of(path: str, row: BatchRow, micro_batch: int, card: Card, *, fused_nor
     vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
     settings = {"trainer.micro_batch_tokens": micro_batch, "trainer.gradient_checkpointing": False}
     passes = row.passes(vocabulary)
+    work = Work(card, vocabulary)
     with as_on_meta(fused_norms=fused_norms):
         way = SkyrlWay(path, 1, merge=row.merges, config=settings)
         try:
             way.start(passes)
             way.step()  # later steps have moments
-            with counting(card, vocabulary) as work:
+            with counting(work):
                 way.step()
         finally:
             way.close()
