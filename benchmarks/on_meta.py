@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -48,13 +47,12 @@ def make_config(directory: Path, model: str, layers: int | None = None) -> str:
 
 
 @contextmanager
-def as_on_meta(*, fused_norms: bool = True) -> Iterator[None]:
-    """Inside, a new backend computes shapes on the meta device. Without `fused_norms` the base model has the norms of
-    transformers, as before 28 November 2026."""
+def as_on_meta() -> Iterator[None]:
+    """Inside, a new backend computes shapes on the meta device."""
     with ExitStack() as stack:
         stack.enter_context(as_on_cuda())
         stack.enter_context(patch.object(rank, "prepare_device", lambda threads: META))
-        stack.enter_context(patch.object(rank, "load_sharded_model", partial(_load, fused_norms=fused_norms)))
+        stack.enter_context(patch.object(rank, "load_sharded_model", _load))
         stack.enter_context(attention_as_on_cuda())
         stack.enter_context(_Answers())
         yield
@@ -86,7 +84,6 @@ def _load(
     gradient_checkpointing: Setting,
     pictures: bool,
     agree: Any,
-    fused_norms: bool,
 ) -> ShardedModel:
     """As `load_sharded_model` on one device, without weights."""
     config = read_config(path).config
@@ -96,8 +93,7 @@ def _load(
     model.eval().requires_grad_(form.trained)
     packed = form.packed(path, model)
     packed.use_own_kernels()
-    if fused_norms:
-        fuse_norms(packed)
+    fuse_norms(packed)
     packed.recompute(gradient_checkpointing)
     total = sum(parameter.numel() for parameter in packed.parameters())
     return ShardedModel(BaseModel(path, device, packed, config), EVERY_EXPERT, dtype, total, {}, None)

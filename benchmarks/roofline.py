@@ -5,9 +5,9 @@ Usage: python -m benchmarks.roofline [--models 0.6b 8b] [--rows ROW ...] [--card
 
 An operation takes at least max(FLOP / peak, bytes / bandwidth) of the card (`operation_costs`, `cards`). The step runs
 on torch's meta device, so its shapes are those of the whole model (`on_meta`); two and four layers tell what a layer
-adds. Kernels take longer: `check` compares the estimate with the one run on an H100, and the
-column "as on the H100" multiplies products and all else by the factors that were found there; a part takes at least the
-time of as many small kernels. The host starts operations while the GPU computes, so a step takes the longer of both.
+adds. Kernels take longer: `MEASURED` has the one run on an H100, `BOUND` the estimate of it, and the column "as on the
+H100" multiplies products and all else by the factors that were found so; a part takes at least the time of as many
+small kernels. The host starts operations while the GPU computes, so a step takes the longer of both.
 
 Parts: `products` with the base model's weights, `adapters`: low-rank products, `attention`: its kernels, `between`:
 all else that a layer starts, `logits`: all that is as wide as the vocabulary, `rest`: of a micro-batch outside its
@@ -20,7 +20,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -153,13 +153,13 @@ def counting(work: Work) -> Iterator[None]:
             yield
 
 
-def work_of(path: str, row: BatchRow, micro_batch: int, card: Card, *, fused_norms: bool = True) -> Work:
+def work_of(path: str, row: BatchRow, micro_batch: int, card: Card) -> Work:
     """What one step of a row costs with the model of this config.json."""
     vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
     settings = {"trainer.micro_batch_tokens": micro_batch, "trainer.gradient_checkpointing": False}
     passes = row.passes(vocabulary)
     work = Work(card, vocabulary)
-    with as_on_meta(fused_norms=fused_norms):
+    with as_on_meta():
         way = SkyrlWay(path, 1, merge=row.merges, config=settings)
         try:
             way.start(passes)
@@ -171,18 +171,12 @@ def work_of(path: str, row: BatchRow, micro_batch: int, card: Card, *, fused_nor
     return work
 
 
-def estimate(model: str, row: BatchRow, micro_batch: int, card: Card, *, fused_norms: bool = True) -> Estimate:
-    """model: one of `SHAPES`. fused_norms: see `as_on_meta`."""
+def estimate(model: str, row: BatchRow, micro_batch: int, card: Card) -> Estimate:
+    """model: one of `SHAPES`."""
     with TemporaryDirectory(prefix="skyrl-roofline-") as directory:
         whole = make_config(Path(directory) / "whole", model)
         two, four = (
-            work_of(
-                make_config(Path(directory) / str(layers), model, layers),
-                row,
-                micro_batch,
-                card,
-                fused_norms=fused_norms,
-            )
+            work_of(make_config(Path(directory) / str(layers), model, layers), row, micro_batch, card)
             for layers in (2, 4)
         )
         passes = row.passes(json.loads((Path(whole) / "config.json").read_text())["vocab_size"])
@@ -198,56 +192,23 @@ def estimate(model: str, row: BatchRow, micro_batch: int, card: Card, *, fused_n
 MEASURED = {"products": 0.049, "all": 0.237, "short": 0.018, "host": 0.350}
 """Seconds of an H100 for a pass of the 0.6 B model with rank 32 (docs/gpu.md, 27 November): matrix products and all
 kernels of 32 x 256 tokens; all kernels of 128 tokens, and the host's time for them."""
+BOUND = {"products": 0.0448, "all": 0.1323, "operations": 13_071, "short": 0.0025, "operations_of_short": 5_799}
+"""What this program said of these passes when it was new, and the build nearly that of the run: micro-batches of 4,096
+tokens, transformers' own norms, a layer's operations one by one."""
+H100 = Factors(
+    MEASURED["products"] / BOUND["products"],
+    (MEASURED["all"] - MEASURED["products"]) / (BOUND["all"] - BOUND["products"]),
+    MEASURED["short"] / BOUND["operations_of_short"],
+)
+HOST_S = MEASURED["host"] / BOUND["operations_of_short"]
+"""The host's seconds for an operation."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """The estimates of the passes that an H100 has run, without the optimizer's step, and what follows from the
-    measured times: `factors`, and the host's seconds for an operation."""
-
-    long: Numbers
-    short: Numbers
-    factors: Factors
-    host: float
-
-    def facts(self) -> dict[str, Any]:
-        bound = {"products": self.long[4], "all": self.long[3], "short": self.short[3]}
-        operations = {"operations": self.long[0], "operations_of_short": self.short[0]}
-        return {"measured_s": MEASURED, "bound_s": bound, **operations, **vars(self.factors), "host": self.host}
-
-
-def said(found: Check) -> str:
-    """The check in words."""
-    products, others, least = vars(found.factors).values()
-    return (
-        f"A pass of 8,192 tokens as on 27 November: {found.long[0]:,.0f} operations, products "
-        f"{1e3 * found.long[4]:.0f} ms at least, measured {1e3 * MEASURED['products']:.0f} ({products:.2f} times); all "
-        f"else {1e3 * (found.long[3] - found.long[4]):.0f} ms at least, measured "
-        f"{1e3 * (MEASURED['all'] - MEASURED['products']):.0f} ({others:.2f} times). One of 128 tokens: "
-        f"{found.short[0]:,.0f} operations, {1e3 * found.short[3]:.1f} ms at least, measured "
-        f"{1e3 * MEASURED['short']:.0f}: {1e6 * least:.1f} µs for a kernel; the host took {1e6 * found.host:.0f} µs "
-        "for an operation."
-    )
-
-
-def check() -> Check:
-    """The build of that run had micro-batches of 4,096 tokens and transformers' own norms."""
-    card = CARDS["H100"]
-    rows = [replace(ROWS["uniform-32x256"], ranks=(32,)), replace(ROWS["uniform-8x128"], ranks=(32,))]
-    rows[1] = replace(rows[1], shape=replace(rows[1].shape, samples=1))
-    found = [estimate("0.6b", row, 4096, card, fused_norms=False) for row in rows]
-    long, short = (each.total() - each.step["optimizer"] for each in found)
-    products = MEASURED["products"] / long[4]
-    others = (MEASURED["all"] - MEASURED["products"]) / (long[3] - long[4])
-    factors = Factors(float(products), float(others), float(MEASURED["short"] / short[0]))
-    return Check(long, short, factors, float(MEASURED["host"] / short[0]))
-
-
-def described(found: Estimate, card: Card, factors: Factors, host: float) -> dict[str, Any]:
+def described(found: Estimate, card: Card, host_s: float) -> dict[str, Any]:
     """The estimate as JSON: seconds, operations, and what follows for the MFU."""
     total = found.total()
-    bound, as_measured = (sum(found.seconds(each).values()) for each in (Factors(), factors))
-    host = host * total[0]
+    bound, as_measured = (sum(found.seconds(each).values()) for each in (Factors(), H100))
+    host = host_s * total[0]
     layer = _total(found.layer)
     return {
         "model": found.model,
@@ -266,8 +227,21 @@ def described(found: Estimate, card: Card, factors: Factors, host: float) -> dic
         "mfu_bound": found.mfu(card, bound),
         "mfu_as_measured": found.mfu(card, as_measured),
         "mfu_with_host": found.mfu(card, max(as_measured, host)),
-        "largest": max(PARTS, key=lambda part: found.seconds(factors)[part]),
+        "largest": max(PARTS, key=lambda part: found.seconds(H100)[part]),
     }
+
+
+def said() -> str:
+    """The comparison with the run on an H100 in words."""
+    others, of_others = (found["all"] - found["products"] for found in (BOUND, MEASURED))
+    return (
+        f"A pass of 8,192 tokens as on 27 November: {BOUND['operations']:,} operations, products "
+        f"{1e3 * BOUND['products']:.0f} ms at least, measured {1e3 * MEASURED['products']:.0f} ({H100.products:.2f} "
+        f"times); all else {1e3 * others:.0f} ms at least, measured {1e3 * of_others:.0f} ({H100.others:.2f} times). "
+        f"One of 128 tokens: {BOUND['operations_of_short']:,} operations, {1e3 * BOUND['short']:.1f} ms at least, "
+        f"measured {1e3 * MEASURED['short']:.0f}: {1e6 * H100.least:.1f} µs for a kernel; the host took "
+        f"{1e6 * HOST_S:.0f} µs for an operation."
+    )
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
@@ -289,23 +263,27 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=DEFAULT_ROWS, metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--card", choices=CARDS, default="H100")
     parser.add_argument("--micro-batch", type=int, help=f"tokens (default: {MICRO_BATCH})")
-    parser.add_argument("--host-us", type=float, help="of an operation (default: as in the run on an H100)")
+    parser.add_argument(
+        "--host-us",
+        type=float,
+        default=1e6 * HOST_S,
+        help=f"of an operation (default: {1e6 * HOST_S:.0f}, as measured)",
+    )
     parser.add_argument("--beside", type=Path, metavar="FILE", help="the result of another build")
     options = parser.parse_args()
     logging.disable_progress_bar()
     card = CARDS[options.card]
-    checked = check()
-    host = checked.host if options.host_us is None else 1e-6 * options.host_us
-    print(said(checked))
+    print(said())
     found = [
         described(
-            estimate(model, ROWS[name], options.micro_batch or MICRO_BATCH[model], card), card, checked.factors, host
+            estimate(model, ROWS[name], options.micro_batch or MICRO_BATCH[model], card), card, 1e-6 * options.host_us
         )
         for model in options.models
         for name in options.rows
     ]
     facts = machine.facts() | {"card": options.card}
-    result: dict[str, Any] = {"facts": facts, "check": checked.facts(), "results": found}
+    check = {"measured_s": MEASURED, "bound": BOUND, **vars(H100), "host_s": HOST_S}
+    result: dict[str, Any] = {"facts": facts, "check": check, "results": found}
     if options.beside is not None:
         result["before"] = json.loads(options.beside.read_text())
         of_before = {(each["model"], each["batch"]): each for each in result["before"]["results"]}
