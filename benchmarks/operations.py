@@ -32,6 +32,7 @@ from benchmarks.trainer_rows import MIXED_RANKS, RANK, BatchRow, Shape
 from benchmarks.trainer_ways import PeftWay, SkyrlWay
 from skyrl.trainer import device
 from skyrl.trainer.attention import packed_attention
+from skyrl.trainer.kernels.fused_norms import WITH_FUSED_NORMS
 from skyrl.trainer.model import base_model, packed_model
 from skyrl.trainer.ranks import lora_backend, lora_rank, sharded_model
 
@@ -62,6 +63,7 @@ def as_on_cuda() -> Iterator[None]:
         for module in (base_model, sharded_model):
             stack.enter_context(patch.object(module, "fuses_norms", lambda device: True))
         stack.enter_context(norms_as_on_cuda())
+        stack.enter_context(patch.object(packed_model, "in_torch", lambda device: WITH_FUSED_NORMS))
         yield
 
 

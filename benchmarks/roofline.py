@@ -20,7 +20,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,6 +40,8 @@ from benchmarks.table import aligned, number
 from benchmarks.trainer_flops import model_flops
 from benchmarks.trainer_rows import FULL, OF_GPU, BatchRow, tokens_of
 from benchmarks.trainer_ways import SkyrlWay
+from skyrl.trainer.kernels.between import IN_TORCH, Between
+from skyrl.trainer.model import packed_model
 from skyrl.trainer.model.packed_model import PackedModel
 from skyrl.trainer.ranks.lora_backend import LoraBackend
 
@@ -153,13 +155,22 @@ def counting(work: Work) -> Iterator[None]:
             yield
 
 
-def work_of(path: str, row: BatchRow, micro_batch: int, card: Card) -> Work:
-    """What one step of a row costs with the model of this config.json."""
+def in_kernels(work: Work) -> Between:
+    """Each function between the products as one kernel that reads its arguments and writes its results."""
+    names = [field.name for field in fields(Between)]
+    return Between(**{name: work.as_one(name, getattr(IN_TORCH, name)) for name in names})
+
+
+def work_of(path: str, row: BatchRow, micro_batch: int, card: Card, *, kernels: bool = False) -> Work:
+    """What one step of a row costs with the model of this config.json. kernels: see `in_kernels`."""
     vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
     settings = {"trainer.micro_batch_tokens": micro_batch, "trainer.gradient_checkpointing": False}
     passes = row.passes(vocabulary)
     work = Work(card, vocabulary)
-    with as_on_meta():
+    with ExitStack() as stack:
+        stack.enter_context(as_on_meta())
+        if kernels:
+            stack.enter_context(patch.object(packed_model, "in_torch", lambda device: in_kernels(work)))
         way = SkyrlWay(path, 1, merge=row.merges, config=settings)
         try:
             way.start(passes)
@@ -171,12 +182,12 @@ def work_of(path: str, row: BatchRow, micro_batch: int, card: Card) -> Work:
     return work
 
 
-def estimate(model: str, row: BatchRow, micro_batch: int, card: Card) -> Estimate:
-    """model: one of `SHAPES`."""
+def estimate(model: str, row: BatchRow, micro_batch: int, card: Card, *, kernels: bool = False) -> Estimate:
+    """model: one of `SHAPES`. kernels: see `in_kernels`."""
     with TemporaryDirectory(prefix="skyrl-roofline-") as directory:
         whole = make_config(Path(directory) / "whole", model)
         two, four = (
-            work_of(make_config(Path(directory) / str(layers), model, layers), row, micro_batch, card)
+            work_of(make_config(Path(directory) / str(layers), model, layers), row, micro_batch, card, kernels=kernels)
             for layers in (2, 4)
         )
         passes = row.passes(json.loads((Path(whole) / "config.json").read_text())["vocab_size"])
@@ -274,25 +285,19 @@ def main() -> None:
     logging.disable_progress_bar()
     card = CARDS[options.card]
     print(said())
-    found = [
-        described(
-            estimate(model, ROWS[name], options.micro_batch or MICRO_BATCH[model], card), card, 1e-6 * options.host_us
-        )
-        for model in options.models
-        for name in options.rows
-    ]
+    found: list[dict[str, Any]] = []
+    before: dict[str, Any] = {} if options.beside is None else json.loads(options.beside.read_text())
+    for model in options.models:
+        for name in options.rows:
+            of_row = [each for each in before.get("results", ()) if (each["model"], each["batch"]) == (model, name)]
+            rows = options.micro_batch or MICRO_BATCH[model]
+            for build, kernels in (("now", False), ("kernels", True)):
+                each = estimate(model, ROWS[name], rows, card, kernels=kernels)
+                found.append(described(each, card, 1e-6 * options.host_us) | {"build": build})
+            print(table([*(each | {"build": "before"} for each in of_row), *found[-2:]]), flush=True)
     facts = machine.facts() | {"card": options.card}
     check = {"measured_s": MEASURED, "bound": BOUND, **vars(H100), "host_s": HOST_S}
-    result: dict[str, Any] = {"facts": facts, "check": check, "results": found}
-    if options.beside is not None:
-        result["before"] = json.loads(options.beside.read_text())
-        of_before = {(each["model"], each["batch"]): each for each in result["before"]["results"]}
-        before = [of_before.get((each["model"], each["batch"])) for each in found]
-        pairs = [each for pair in zip(before, found, strict=True) for each in pair if each is not None]
-        print(table([each | {"build": "now" if each in found else "before"} for each in pairs]))
-    else:
-        print(table(found))
-    program.write(options.out, result)
+    program.write(options.out, {"facts": facts, "check": check, "results": found, "before": before})
 
 
 if __name__ == "__main__":

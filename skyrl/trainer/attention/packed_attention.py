@@ -260,7 +260,8 @@ def segments_attention(
     sinks = None if s_aux is None else s_aux.float()  # so the gradients of all calls are added in float32
     mask_dtype = query.dtype if softcap is None and sinks is None and relative is None else torch.bool
     of_queries = [] if relative is None else [relative.states]
-    states = [state[0].transpose(0, 1) for state in (query, key, value, *of_queries)]
+    # squeezed, because the backward of an index fills and copies all rows
+    states = [state.squeeze(0).transpose(0, 1) for state in (query, key, value, *of_queries)]
     if grids.queries is not None:
         cells = (grids.queries, grids.keys, grids.keys, *[grids.queries] * len(of_queries))
         states = [IntoCells.apply(state, index) for state, index in zip(states, cells, strict=True)]

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.nn.functional import grouped_mm, pad
 
 from skyrl.trainer.lora.adapter import LoraPair
-from skyrl.trainer.lora.linear import of_used_experts
+from skyrl.trainer.lora.products import of_used_experts
 
 _ALIGNMENT = 16
 """Bytes. Rows of what `grouped_mm` multiplies must begin at multiples of it."""

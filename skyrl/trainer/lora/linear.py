@@ -1,9 +1,7 @@
 """Linear layers that serve many adapters at once: each segment of rows gets the low-rank update of its adapter.
 
-A frozen layer and its updates are one operation of autograd. The base model's product is one product over all rows.
-Each update is added to its slice of the result in place: no row is copied, and no zeros are computed for rows without
-an adapter. Only the input and the low-rank rows are kept for the backward. Each gradient comes from the rows of its own
-adapter alone, so numbers that are not finite stay with their tenant.
+A frozen layer and its updates are one operation of autograd (`lora.products`). Only the input and the low-rank rows are
+kept for the backward.
 
 A gated MLP, down_proj(activation(gate_proj(x)) * up_proj(x)), keeps four tensors of the MLP's width for its backward:
 both projections, the activated gate, and the product. The last two are cheap to compute again, so they are not kept.
@@ -18,42 +16,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm
 
 from skyrl.trainer.lora.adapter import Adapter, LoraPair, Target
+from skyrl.trainer.lora.products import Frozen, Joined, RowsUpdate, StackedUpdate, Update, gradients, products
 from skyrl.trainer.lora.stack import AdapterStack
 
 Activation = Callable[[Tensor], Tensor]
-
-
-class RowsUpdate(NamedTuple):
-    """scale * (x A^T) B^T for rows [start, stop). lora_a [rank, in_features], lora_b [out_features, rank]."""
-
-    start: int
-    stop: int
-    scale: float
-    lora_a: Tensor
-    lora_b: Tensor
-
-
-class StackedUpdate(NamedTuple):
-    """The updates (x A^T) B^T of several adapters, whose rows lie one after the other in [start, stop). lora_a
-    [adapters, rank, in_features], lora_b [adapters, out_features, rank], with the scales in it. ends: int32 [adapters],
-    where the rows of each end, counted from `start`. `may_lack_rows`: an adapter may have none of the rows."""
-
-    start: int
-    stop: int
-    lora_a: Tensor
-    lora_b: Tensor
-    ends: Tensor
-    may_lack_rows: bool = False
-
-
-Update = RowsUpdate | StackedUpdate
 
 
 def groups_adapters(device: torch.device) -> bool:
@@ -64,9 +36,8 @@ def groups_adapters(device: torch.device) -> bool:
 def linear_with_updates(x: Tensor, weight: Tensor, bias: Tensor | None, updates: Sequence[Update]) -> Tensor:
     """x W^T + bias, plus the updates. x: [..., in_features], whose flattened rows the updates name; returns
     [..., out_features] in x's dtype. Gradients go to x and to the adapters' matrices, never to weight or bias."""
-    # autograd sees no tensors inside a list
-    matrices = [matrix for update in updates for matrix in (update.lora_a, update.lora_b)]
-    return _Product.apply(x, weight, bias, updates, *matrices)
+    joined, matrices = Joined.of([updates])
+    return _Product.apply(x, Frozen(weight, bias), joined, *matrices)  # autograd sees no tensors inside a list
 
 
 def gated_linear_with_updates(
@@ -74,49 +45,45 @@ def gated_linear_with_updates(
 ) -> Tensor:
     """`linear_with_updates` of activation(gate) * up, with the same bits. Only gate and up are kept for the backward,
     which computes the input again: two of an MLP's four wide tensors, 39 % of what a layer of Qwen2.5-0.5B keeps."""
-    matrices = [matrix for update in updates for matrix in (update.lora_a, update.lora_b)]
-    return _GatedProduct.apply(gate, up, activation, weight, bias, updates, *matrices)
-
-
-def of_used_experts(gradient: Tensor, ends: Tensor) -> Tensor:
-    """The gradient [experts, outputs, inputs], with zeros for experts without rows, whatever is there."""
-    is_used = ends.diff(prepend=ends.new_zeros(1)) > 0
-    return torch.where(is_used[:, None, None], gradient, 0)
+    joined, matrices = Joined.of([updates])
+    return _GatedProduct.apply(gate, up, activation, Frozen(weight, bias), joined, *matrices)
 
 
 class _Product(torch.autograd.Function):
+    """A layer on x [..., in_features], with updates."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, updates: Sequence[Update], *matrices: Tensor
-    ) -> Tensor:
-        output, kept = _computed(x, weight, bias, updates)
-        ctx.save_for_backward(x, weight, *kept)
-        ctx.updates = [update._replace(lora_a=None, lora_b=None) for update in updates]
+    def forward(ctx: Any, x: Tensor, layer: Frozen, joined: Sequence[Joined], *matrices: Tensor) -> Tensor:
+        (output,), kept = products(x, [layer], joined, matrices)
+        ctx.save_for_backward(x, layer.weight, *kept)
+        ctx.joined = joined
         return output  # no view: OLMo clamps it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, *kept = ctx.saved_tensors
-        of_x, of_matrices = _gradients(grads[0], x, weight, ctx.updates, kept, of_input=ctx.needs_input_grad[0])
-        return of_x, None, None, None, *of_matrices
+        rows, gradient = x.reshape(-1, x.shape[-1]), grads[0].reshape(-1, weight.shape[0])
+        of_input = ctx.needs_input_grad[0]
+        of_x, of_matrices = gradients([gradient], rows, [Frozen(weight, None)], ctx.joined, kept, of_input=of_input)
+        return None if of_x is None else of_x.view(x.shape), None, None, *of_matrices
 
 
 class _GatedProduct(torch.autograd.Function):
+    """A layer on activation(gate) * up, both [..., in_features], with updates."""
+
     @staticmethod
     def forward(
         ctx: Any,
         gate: Tensor,
         up: Tensor,
         activation: Activation,
-        weight: Tensor,
-        bias: Tensor | None,
-        updates: Sequence[Update],
+        layer: Frozen,
+        joined: Sequence[Joined],
         *matrices: Tensor,
     ) -> Tensor:
-        output, kept = _computed(activation(gate) * up, weight, bias, updates)
-        ctx.save_for_backward(gate, up, weight, *kept)
-        ctx.activation = activation
-        ctx.updates = [update._replace(lora_a=None, lora_b=None) for update in updates]
+        (output,), kept = products(activation(gate) * up, [layer], joined, matrices)
+        ctx.save_for_backward(gate, up, layer.weight, *kept)
+        ctx.activation, ctx.joined = activation, joined
         return output
 
     @staticmethod
@@ -126,64 +93,14 @@ class _GatedProduct(torch.autograd.Function):
         with torch.enable_grad():
             leaf = gate.detach().requires_grad_()
             activated = ctx.activation(leaf)
-        x = activated.detach() * up
-        of_x, of_matrices = _gradients(grads[0], x, weight, ctx.updates, kept, of_input=of_input)
+        rows = (activated.detach() * up).reshape(-1, gate.shape[-1])
+        gradient, layer = grads[0].reshape(-1, weight.shape[0]), Frozen(weight, None)
+        of_x, of_matrices = gradients([gradient], rows, [layer], ctx.joined, kept, of_input=of_input)
         if of_x is None:
-            return None, None, None, None, None, None, *of_matrices
+            return None, None, None, None, None, *of_matrices
+        of_x = of_x.view(gate.shape)
         (of_gate,) = torch.autograd.grad(activated, leaf, of_x * up)
-        return of_gate, of_x.mul_(activated.detach()), None, None, None, None, *of_matrices
-
-
-def _computed(x: Tensor, weight: Tensor, bias: Tensor | None, updates: Sequence[Update]) -> tuple[Tensor, list[Tensor]]:
-    """x W^T + bias plus the updates, and what the backward needs of them: three tensors of each update."""
-    output = torch.nn.functional.linear(x, weight, bias)
-    rows, of_rows = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
-    kept: list[Tensor] = []
-    for update in updates:
-        lora_a, lora_b = update.lora_a.to(x.dtype), update.lora_b.to(x.dtype)
-        own, of_own = _rows(rows, update), _rows(of_rows, update)
-        if isinstance(update, StackedUpdate):
-            low_rank = grouped_mm(own, lora_a.transpose(1, 2), offs=update.ends)
-            of_own.add_(grouped_mm(low_rank, lora_b.transpose(1, 2), offs=update.ends))
-        else:
-            low_rank = torch.mm(own, lora_a.t()).mul_(update.scale)
-            of_own.addmm_(low_rank, lora_b.t())
-        kept += [lora_a, lora_b, low_rank]
-    return output, kept
-
-
-def _gradients(
-    of_output: Tensor, x: Tensor, weight: Tensor, updates: Sequence[Update], kept: Sequence[Tensor], *, of_input: bool
-) -> tuple[Tensor | None, list[Tensor]]:
-    """The gradients of x (None without `of_input`) and of each update's two matrices. `kept`: of `_computed`."""
-    grad = of_output.reshape(-1, weight.shape[0])
-    rows = x.reshape(-1, weight.shape[1])
-    of_rows = torch.mm(grad, weight) if of_input else None
-    of_matrices: list[Tensor] = []
-    each = iter(kept)
-    for update in updates:
-        lora_a, lora_b, low_rank = next(each), next(each), next(each)
-        own, of_own = _rows(rows, update), _rows(grad, update)
-        if isinstance(update, StackedUpdate):
-            ends, of_own = update.ends, of_own.contiguous()
-            of_low_rank = grouped_mm(of_own, lora_b, offs=ends)
-            pair = [grouped_mm(of_low_rank.t(), own, offs=ends), grouped_mm(of_own.t(), low_rank, offs=ends)]
-            of_matrices += [of_used_experts(matrix, ends) for matrix in pair] if update.may_lack_rows else pair
-            if of_rows is not None:
-                _rows(of_rows, update).add_(grouped_mm(of_low_rank, lora_a, offs=ends))
-        else:
-            of_low_rank = torch.mm(of_own, lora_b).mul_(update.scale)
-            of_matrices.append(torch.mm(of_low_rank.t(), own))
-            of_matrices.append(torch.mm(of_own.t(), low_rank))
-            if of_rows is not None:
-                _rows(of_rows, update).addmm_(of_low_rank, lora_a)
-    return None if of_rows is None else of_rows.view(x.shape), of_matrices
-
-
-def _rows(tensor: Tensor, update: Update) -> Tensor:
-    """The update's rows. Without a view for all rows: a view costs as much as a small product."""
-    start, stop = update.start, update.stop
-    return tensor if stop - start == tensor.shape[0] else tensor[start:stop]
+        return of_gate, of_x.mul_(activated.detach()), None, None, None, *of_matrices
 
 
 @dataclass(frozen=True)
@@ -267,13 +184,17 @@ class MultiLoraLinear(nn.Module):
     def target(self) -> Target:
         return Target(self.name, self.base.in_features, self.base.out_features)
 
+    def updates(self) -> list[Update]:
+        """Those of the active segments."""
+        return [segment.update(self.name) for segment in self.active.segments if self.name in segment.pairs]
+
     def forward(self, x: Tensor) -> Tensor:
-        updates = [segment.update(self.name) for segment in self.active.segments if self.name in segment.pairs]
+        updates = self.updates()
         return linear_with_updates(x, self.base.weight, self.base.bias, updates) if updates else self.base(x)
 
     def of_gated(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         """The layer on activation(gate) * up. With active segments that input is not kept for the backward."""
-        updates = [segment.update(self.name) for segment in self.active.segments if self.name in segment.pairs]
+        updates = self.updates()
         if not updates:
             return self.base(activation(gate) * up)
         return gated_linear_with_updates(gate, up, activation, self.base.weight, self.base.bias, updates)

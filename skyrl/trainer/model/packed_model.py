@@ -21,8 +21,10 @@ from skyrl.trainer.attention.indexers import Indexing
 from skyrl.trainer.attention.packed_attention import AttentionCall, recorded_calls
 from skyrl.trainer.experts.layers import OWN_PRODUCTS, MultiLoraExperts
 from skyrl.trainer.experts.routing import Routing, mixture_of, routers_of
+from skyrl.trainer.kernels.fused_norms import in_torch
 from skyrl.trainer.lora.adapter import Target
 from skyrl.trainer.lora.linear import ActiveSegments, LoraSegment, MultiLoraLinear, keep_less
+from skyrl.trainer.model import layer_pieces
 from skyrl.trainer.model.logprobs import (
     LogitTransform,
     OutputLayer,
@@ -253,10 +255,13 @@ class PackedModel(nn.Module):
     def decoder_layers(self) -> nn.ModuleList:
         return self.model.get_decoder().layers
 
-    def use_own_kernels(self) -> None:
-        """From now on attention takes packed rows, and experts compute with `expert_product`. On a CPU gated MLPs keep
-        less; on a GPU the products that they compute again would cost the host more than they are worth."""
+    def use_own_kernels(self, *, frozen: bool = True) -> None:
+        """From now on attention takes packed rows, and experts compute with `expert_product`. Plain decoder layers of a
+        `frozen` model compute in pieces. On a CPU other gated MLPs keep less; on a GPU the products that they compute
+        again would cost the host more than they are worth."""
         self.model.set_attn_implementation(packed_attention.NAME)
+        if frozen:
+            layer_pieces.install(self.decoder_layers, in_torch(next(self.model.parameters()).device))
         if next(self.model.parameters()).device.type == "cpu":
             keep_less(self.model)
         if self.mixture is not None:
@@ -358,7 +363,7 @@ class PackedModel(nn.Module):
             attention_groups=groups,
             **layout,
         )
-        return output.last_hidden_state[0]
+        return output.last_hidden_state.squeeze(0)
 
     def _inputs(self, slices: Sequence[PackedItem]) -> dict[str, Any]:
         """What the decoder computes from: ids and positions; where rows hold pictures, embeddings, the positions of

@@ -251,7 +251,7 @@ def load_sharded_model(
     try:
         base.check_stock()
         expected = base.stock_logits()
-        packed.use_own_kernels()
+        packed.use_own_kernels(frozen=not form.trained)
         if not form.trained and fuses_norms(device):
             fuse_norms(packed)
         if loaded.exchange is not None:

@@ -16,7 +16,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from skyrl.base.tiny import model_path
 from skyrl.trainer.lora.linear import _is_plain
-from skyrl.trainer.model import packed_model
+from skyrl.trainer.model import layer_pieces, packed_model
 from skyrl.trainer.model.base_model import fuse_norms
 from skyrl.trainer.model.loading import load_model
 from tests.families import make_family
@@ -64,6 +64,8 @@ BETWEEN, LAYERS, FLOAT = 80, 2, 4
 
 
 def _results(monkeypatch: pytest.MonkeyPatch, *, kept: bool) -> tuple[torch.Tensor, Any, float]:
+    """With transformers' decoder layers."""
+    monkeypatch.setattr(layer_pieces, "install", lambda layers, between: 0)
     if kept:
         monkeypatch.setattr(packed_model, "keep_less", lambda model: 0)
     backend = make_backend()

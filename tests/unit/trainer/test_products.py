@@ -15,7 +15,8 @@ from torch.nn.functional import silu
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.experts.product import BaseExperts, ExpertsUpdate, experts_with_updates, gated, of_used_experts
 from skyrl.trainer.lora.adapter import Adapter, Target
-from skyrl.trainer.lora.linear import LoraSegment, RowsUpdate, linear_with_updates
+from skyrl.trainer.lora.linear import LoraSegment, linear_with_updates
+from skyrl.trainer.lora.products import RowsUpdate
 from skyrl.trainer.lora.stack import AdapterStack
 from skyrl.trainer.ranks.lora_rank import MOST_PADDING, groups_of
 

@@ -1,0 +1,282 @@
+"""Plain decoder layers as two pieces, before and after the attention, each one operation of autograd.
+
+A plain layer is that of Llama, Qwen2, Qwen3, Mistral and others: RMS norm, projections, rotary embeddings of halves,
+attention, sum; RMS norm, gated MLP with silu, sum. transformers computes it with some 110 operations forward and
+backward, of which the products are 28. A piece computes its backward itself, with the functions of `kernels.between`:
+fewer passes over its rows, and its numbers depend on tensors and the model's configuration alone. What is cheap to
+compute again, such as normed rows and the MLP's product, is not kept.
+
+Whether a layer is plain is tried, not looked up: a small layer of the same class and configuration with random weights
+must give what the pieces give. All others stay as transformers has them. Knows transformers' names of modules. Knows
+nothing of how attention packs rows, of which rows belong to whom, or of the sum of gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from skyrl.trainer.kernels.between import IN_TORCH, Between
+from skyrl.trainer.lora.linear import ActiveSegments, MultiLoraLinear
+from skyrl.trainer.lora.products import (
+    Frozen,
+    Joined,
+    gradients,
+    input_gradient,
+    matrix_gradients,
+    of_low_ranks,
+    products,
+)
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def install(layers: Iterable[nn.Module], between: Between) -> int:
+    """Let the plain ones of some decoder layers compute with pieces. Their linear layers must be `MultiLoraLinear`s.
+    Returns how many do."""
+    found = 0
+    for layer in layers:
+        if (options := _options_of_plain(layer)) is not None:
+            layer.forward = PlainLayer(layer, between, options.get("sliding_window")).forward
+            found += 1
+    return found
+
+
+class PlainLayer:
+    """What the pieces need of a decoder layer. Reads its parameters at each call: FSDP2 gathers them before. window: of
+    its attention."""
+
+    def __init__(self, layer: Any, between: Between, window: int | None) -> None:
+        self._window = window
+        self._as_it_was = layer.forward
+        self.between = between
+        self.attention, mlp = layer.self_attn, layer.mlp
+        self.q, self.k, self.v, self.o = (getattr(self.attention, name) for name in _ATTENTION)
+        self.gate, self.up, self.down = (getattr(mlp, name) for name in _MLP)
+        self.norms = layer.input_layernorm, layer.post_attention_layernorm
+        self.of_heads = getattr(self.attention, "q_norm", None), getattr(self.attention, "k_norm", None)
+        self.head_dim = int(self.attention.head_dim)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        **options: Any,
+    ) -> Tensor:
+        """hidden_states [1, R, hidden], as the layer's own forward."""
+        cos, sin = position_embeddings
+        if cos.shape[-1] != self.head_dim:  # a part of each head turns
+            own = {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
+            return self._as_it_was(hidden_states, **own, **options)
+        joined, matrices = Joined.of([linear.updates() for linear in (self.q, self.k, self.v)])
+        query, key, value, residual = _Before.apply(hidden_states.squeeze(0), cos[0], sin[0], self, joined, *matrices)
+        states = (each.transpose(0, 1)[None] for each in (query, key, value))
+        computed = AttentionInterface()[self.attention.config._attn_implementation]
+        given = {"scaling": self.attention.scaling, "sliding_window": self._window, "dropout": 0.0}
+        attended, _ = computed(self.attention, *states, attention_mask, **given, **options)
+        of_each = [Joined.of([linear.updates()]) for linear in (self.o, self.down)]
+        both = Joined.of([linear.updates() for linear in (self.gate, self.up)])
+        parts = of_each[0], both, of_each[1]
+        matrices = [matrix for _, of_part in parts for matrix in of_part]
+        joined = tuple(part for part, _ in parts)
+        return _After.apply(attended.squeeze(0).flatten(1), residual, self, joined, *matrices).unsqueeze(0)
+
+
+def _frozen(*linears: MultiLoraLinear) -> list[Frozen]:
+    return [Frozen(linear.base.weight, linear.base.bias) for linear in linears]
+
+
+def _epsilon(norm: Any) -> float:
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+
+
+class _Before(torch.autograd.Function):
+    """From a layer's rows [R, hidden] to queries [R, heads, n], keys and values [R, kv_heads, n]. Also the rows
+    themselves, for the sum after the attention: so both gradients of them are added in one pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layer: PlainLayer,
+        joined: Sequence[Joined],
+        *matrices: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        between, norm = layer.between, layer.norms[0]
+        rows, rstd = between.rms_norm(hidden, norm.weight, _epsilon(norm))
+        frozen = _frozen(layer.q, layer.k, layer.v)
+        (query, key, value), kept = products(rows, frozen, joined, matrices)
+        heads = [each.unflatten(1, (-1, layer.head_dim)) for each in (query, key)]
+        turned, norms = [], []
+        for states, of_heads in zip(heads, layer.of_heads, strict=True):
+            weight = None if of_heads is None else of_heads.weight
+            epsilon = 0.0 if of_heads is None else _epsilon(of_heads)
+            states_turned, rstd_of_heads = between.rotated(states, weight, epsilon, cos, sin)
+            turned.append(states_turned)
+            norms += [None, None, None] if of_heads is None else [states, weight, rstd_of_heads]
+        weights = [each.weight for each in frozen]
+        ctx.save_for_backward(hidden, norm.weight, rstd, cos, sin, *norms, *weights, *kept)
+        ctx.layer, ctx.joined = layer, joined
+        return turned[0], turned[1], value.unflatten(1, (-1, layer.head_dim)), hidden
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        of_query, of_key, of_value, of_residual = grads
+        hidden, weight, rstd, cos, sin, *rest = ctx.saved_tensors
+        norms, weights, kept = rest[:6], rest[6:9], rest[9:]
+        between: Between = ctx.layer.between
+        of_heads = [
+            between.rotated_backward(gradient, states, of_norm, of_norm_rstd, cos, sin).flatten(1)
+            for gradient, (states, of_norm, of_norm_rstd) in ((of_query, norms[:3]), (of_key, norms[3:]))
+        ]
+        rows = between.normed(hidden, weight, rstd, _epsilon(ctx.layer.norms[0]))
+        of_input = ctx.needs_input_grad[0]
+        frozen = [Frozen(each, None) for each in weights]
+        of_outputs = [*of_heads, of_value.flatten(1)]
+        of_rows, of_matrices = gradients(of_outputs, rows, frozen, ctx.joined, kept, of_input=of_input)
+        if of_rows is not None:
+            of_rows = between.rms_norm_backward(of_rows, hidden, weight, rstd, of_residual)
+        return of_rows, None, None, None, None, *of_matrices
+
+
+class _After(torch.autograd.Function):
+    """From the attention's result [R, heads * n] and the layer's rows [R, hidden] to the next layer's. `joined`: of the
+    output projection, of the MLP's first two, and of its last."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        attended: Tensor,
+        residual: Tensor,
+        layer: PlainLayer,
+        joined: Sequence[Sequence[Joined]],
+        *matrices: Tensor,
+    ) -> Tensor:
+        between, norm = layer.between, layer.norms[1]
+        of_o, of_both, of_down = _split(matrices, [_count(each, 2) for each in joined])
+        output, both, down = _frozen(layer.o), _frozen(layer.gate, layer.up), _frozen(layer.down)
+        (projected,), kept_o = products(attended, output, joined[0], of_o)
+        total, rows, rstd = between.add_rms_norm(projected, residual, norm.weight, _epsilon(norm))
+        (gate, up), kept_both = products(rows, both, joined[1], of_both)
+        (result,), kept_down = products(between.swiglu(gate, up), down, joined[2], of_down)
+        weights = [each.weight for each in (*output, *both, *down)]
+        rows_of_o = attended if joined[0] else None
+        ctx.save_for_backward(rows_of_o, total, norm.weight, rstd, gate, up, *weights, *kept_o, *kept_both, *kept_down)
+        ctx.layer, ctx.joined = layer, joined
+        return result.add_(total)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (of_result,) = grads
+        attended, total, weight, rstd, gate, up, *rest = ctx.saved_tensors
+        output, *both, down = (Frozen(each, None) for each in rest[:4])
+        kept_o, kept_both, kept_down = _split(rest[4:], [_kept(each) for each in ctx.joined])
+        between: Between = ctx.layer.between
+        of_o, of_both, of_down = ctx.joined
+        of_low_rank = of_low_ranks([of_result], of_down, kept_down)
+        of_product = input_gradient([of_result], [down], of_down, kept_down, of_low_rank)
+        *of_gate_and_up, product = between.swiglu_backward(of_product, gate, up)
+        of_last = matrix_gradients([of_result], product, of_down, kept_down, of_low_rank)
+        rows = between.normed(total, weight, rstd, _epsilon(ctx.layer.norms[1]))
+        of_rows, of_first = gradients(of_gate_and_up, rows, both, of_both, kept_both, of_input=True)
+        assert of_rows is not None
+        of_total = between.rms_norm_backward(of_rows, total, weight, rstd, of_result)
+        of_input = ctx.needs_input_grad[0]
+        of_attended, of_output = gradients([of_total], attended, [output], of_o, kept_o, of_input=of_input)
+        of_residual = of_total if ctx.needs_input_grad[1] else None
+        return of_attended, of_residual, None, None, *of_output, *of_first, *of_last
+
+
+def _count(joined: Sequence[Joined], of_layer: int) -> int:
+    return sum(of_layer * len(segment.layers) for segment in joined)
+
+
+def _kept(joined: Sequence[Joined]) -> int:
+    """How many tensors `products` keeps."""
+    return 2 * len(joined) + _count(joined, 1)
+
+
+def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[Sequence[Tensor]]:
+    start = 0
+    for size in sizes:
+        yield tensors[start : start + size]
+        start += size
+
+
+_TRIED = "skyrl_tried"
+_HEADS, _KV_HEADS, _SIZE, _ROWS = 4, 2, 8, 5
+_calls: list[tuple[tuple[Tensor, ...], dict[str, Any]]] = []
+
+
+def _tried(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Some function of all three, which notes what it was called with."""
+    _calls.append(((query, key, value), options))
+    groups = query.shape[1] // key.shape[1]
+    return (query + (key * value).repeat_interleave(groups, dim=1)).transpose(1, 2), None
+
+
+AttentionInterface.register(_TRIED, _tried)
+
+
+@contextmanager
+def _small(layer: Any) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """A small layer of the same class and configuration with random weights, float32 on the CPU, and a copy of it whose
+    linear layers are wrapped."""
+    kind: Any = next(each for each in type(layer).__mro__ if each.__module__.startswith("transformers."))
+    config = copy.deepcopy(layer.self_attn.config)
+    config.hidden_size, config.intermediate_size, config.head_dim = _HEADS * _SIZE, 3 * _SIZE, _SIZE
+    config.num_attention_heads, config.num_key_value_heads = _HEADS, _KV_HEADS
+    config._attn_implementation = _TRIED
+    with torch.device("cpu"):
+        small = kind(config, layer.self_attn.layer_idx).float().eval()
+        generator = torch.Generator().manual_seed(0)
+        for parameter in small.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.3)
+        wrapped = copy.deepcopy(small)
+        for part, names in ((wrapped.self_attn, _ATTENTION), (wrapped.mlp, _MLP)):
+            for name in names:
+                setattr(part, name, MultiLoraLinear(name, getattr(part, name), ActiveSegments()))
+        yield small, wrapped
+
+
+@torch.no_grad()
+def _options_of_plain(layer: Any) -> dict[str, Any] | None:
+    """What a layer of this class and configuration gives to its attention beside states, tried with a small one. None
+    unless that computes what the pieces do."""
+    linears = [getattr(getattr(layer, "self_attn", None), name, None) for name in _ATTENTION]
+    linears += [getattr(getattr(layer, "mlp", None), name, None) for name in _MLP]
+    if not all(isinstance(each, MultiLoraLinear) for each in linears):
+        return None
+    try:
+        with _small(layer) as (small, wrapped):
+            hidden = torch.linspace(-1, 1, _ROWS * _HEADS * _SIZE).sin().view(1, _ROWS, -1)
+            angles = torch.linspace(0, 2, _ROWS * _SIZE // 2).view(1, _ROWS, -1).repeat(1, 1, 2)
+            given = {"position_embeddings": (angles.cos(), angles.sin()), "attention_mask": None}
+            expected = small(hidden, **given)
+            (states, options) = _calls[0]
+            found = PlainLayer(wrapped, IN_TORCH, options.get("sliding_window")).forward(hidden, **given)
+            own_states, own = _calls[1]
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # its form is another one
+        return None
+    finally:
+        _calls.clear()
+    same = all(_close(one, other) for one, other in zip((*own_states, found), (*states, expected), strict=True))
+    asked = {name: value for name, value in options.items() if value}
+    return options if same and all(own.get(name) == value for name, value in asked.items()) else None
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-5)
