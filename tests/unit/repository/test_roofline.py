@@ -144,6 +144,17 @@ def test_the_parts_of_a_step_are_all_its_operations(tmp_path: Path) -> None:
     assert halves.parts["products"][2] > whole.parts["products"][2], "the weights are read twice"
 
 
+def test_kernels_between_the_products_change_nothing_else(tmp_path: Path) -> None:
+    path = make_config(tmp_path, "0.6b", 2)
+    plain, kernels = (roofline.work_of(path, ROW, 8192, CARDS["H100"], kernels=each) for each in (False, True))
+    for part in ("products", "adapters", "attention", "logits", "optimizer"):
+        assert kernels.parts[part].tolist() == plain.parts[part].tolist(), part
+    assert kernels.parts["between"][0] < plain.parts["between"][0]
+    assert kernels.parts["between"][2] < plain.parts["between"][2]
+    names = {name for counts in kernels.counts.values() for name in counts}
+    assert {"rms_norm", "add_rms_norm", "rotated", "rotated_backward", "swiglu", "swiglu_backward"} <= names
+
+
 def test_measured_times_give_the_factors_of_kernels() -> None:
     """Both sums of the run on an H100 come out again; a short pass takes as long as its small kernels."""
     bound, measured = roofline.BOUND, roofline.MEASURED
