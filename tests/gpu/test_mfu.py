@@ -24,7 +24,7 @@ from benchmarks.trainer_rows import FULL, OF_GPU, SMALL, BatchRow, tokens_of
 from benchmarks.trainer_ways import SkyrlWay
 from skyrl.trainer.ranks import sharded_model
 from tests.gpu.figures import FIGURES, Column
-from tests.gpu.support import DEVICE, NUMERICS, REHEARSAL, wait
+from tests.gpu.support import DEVICE, NUMERICS, REHEARSAL, SETTINGS, wait
 
 MODELS = {"0.6b": 4.0, "8b": 30.0}
 """GiB that must be free: the weights, and micro-batches of some thousand rows."""
@@ -55,7 +55,7 @@ def _seconds(path: str, row: BatchRow) -> float:
     """Of a step of the row. The first steps are not measured."""
     vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
     with patch.object(sharded_model, "load_model", _drawn):
-        way = SkyrlWay(path, 1, merge=row.merges, config={"trainer.micro_batch_tokens": None})
+        way = SkyrlWay(path, 1, merge=row.merges, config={"trainer.micro_batch_tokens": None, **SETTINGS})
     try:
         way.start(row.passes(vocabulary))
         for _ in range(2):
