@@ -30,6 +30,16 @@ def _backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Ten
     return (scale * (of_product - numbers * scale.square() * along)).to(x.dtype)
 
 
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+@_backward.register_fake
+def _(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:2], output[1])
 

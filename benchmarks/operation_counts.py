@@ -61,13 +61,17 @@ class Operations(TorchDispatchMode):
         """Of copies to the host their numbers, and how many forwards had begun before."""
         self._made = self._arrived = 0
         """The numbers of the last copy, and of the last one that is known to have arrived."""
+        self._is_counting = False
+        """Between enter and exit, and outside of kernels of `as_one`."""
 
     def __enter__(self) -> Self:
+        self._is_counting = True
         self._host.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._is_counting = False
         super().__exit__(*error)
         self._host.__exit__(*error)
 
@@ -77,9 +81,34 @@ class Operations(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in _WAITS or (name == "index" and _has_mask(args[1])):
             self.waited()
-        if not func.is_view and name not in _NO_LAUNCH:
-            self.counts.setdefault(self._phases[-1], Counter())[name] += 1
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if self._is_counting and not func.is_view and name not in _NO_LAUNCH:
+            self.started(name, self._phases[-1], func, args, kwargs or {}, made)
+        return made
+
+    def started(
+        self, name: str, phase: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
+    ) -> None:
+        """An operation has started, with these arguments and results. `func`: torch's; None: a kernel of `as_one`."""
+        self.counts.setdefault(phase, Counter())[name] += 1
+
+    def as_one(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, each call of which is counted as one operation of this name: what it starts inside is not
+        counted. So a fused kernel is counted that computes the same and is not there on a CPU."""
+
+        @functools.wraps(function)
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_counting:
+                return function(*args, **kwargs)
+            self._is_counting = False
+            try:
+                made = function(*args, **kwargs)
+            finally:
+                self._is_counting = True
+            self.started(name, self._phases[-1], None, args, kwargs, made)
+            return made
+
+        return kernel
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
