@@ -25,8 +25,19 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("skyrl_benchmarks::rms_norm_backward", mutates_args=())
 def _backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     numbers, of_product = x.float(), gradient.float() * weight.float()
+    scale = scale.view(*x.shape[:-1], 1)
     along = (of_product * numbers).mean(-1, keepdim=True)
     return (scale * (of_product - numbers * scale.square() * along)).to(x.dtype)
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+@_backward.register_fake
+def _(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:

@@ -1,6 +1,6 @@
 """Counts the operations that a micro-batch and an optimizer step start on a GPU, for a PEFT loop and for the backend.
 
-Usage: python -m benchmarks.operations [--rows ROW ...] [--most NUMBER] [--out FILE]
+Usage: python -m benchmarks.operations [--rows ROW ...] [--most NUMBER] [--beside FILE] [--out FILE]
 
 On a GPU each operation costs the host 5 to 100 microseconds, and a GPU that is quicker waits (docs/gpu.md). The counts
 need no GPU: a small model with Qwen3's structure runs on the CPU, in bfloat16 with CUDA's branches (`operation_counts`
@@ -11,6 +11,7 @@ micro-batch. The PEFT loop trains one tenant at a time, so its counts are those 
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -62,8 +63,9 @@ def as_on_cuda() -> Iterator[None]:
         stack.enter_context(patch.object(lora_rank, "groups_adapters", lambda device: True))
         for module in (base_model, sharded_model):
             stack.enter_context(patch.object(module, "fuses_norms", lambda device: True))
+        stack.enter_context(patch.object(device, "has_own_memory", lambda each: each is not device.HOST))
         stack.enter_context(norms_as_on_cuda())
-        stack.enter_context(patch.object(packed_model, "in_torch", lambda device: WITH_FUSED_NORMS))
+        stack.enter_context(patch.object(sharded_model, "between_for", lambda kernels, device: WITH_FUSED_NORMS))
         yield
 
 
@@ -88,6 +90,7 @@ def counting() -> Iterator[Operations]:
             stack.enter_context(in_phase(operations, phase, owner, name))
         for module in (device, trainer_ways):
             stack.enter_context(patch.object(module, "synchronize", operations.waited))
+        stack.enter_context(operations.copies(device.HostCopy))
         with operations.phase("bookkeeping"), operations:
             yield operations
 
@@ -138,6 +141,14 @@ def counts(paths: Sequence[str], row: BatchRow, way: str) -> Counts:
     return Counts(row.name, way, layer, {name: two[name] - 2 * layer[name] for name in COUNTED})
 
 
+def names_of_layer(paths: Sequence[str], row: BatchRow, way: str) -> dict[str, float]:
+    """How often each operation starts in a layer, as "phase: operation", the most frequent first. paths: as for
+    `counts`."""
+    two, four = (count(way, path, row, names=True) for path in paths)
+    four.subtract(two)
+    return {name: number / 2 for name, number in four.most_common() if number}
+
+
 def table(found: Sequence[Counts]) -> str:
     lines = [["batch, way", *(f"{name} of a layer" for name in PHASES[:3]), "layer", "÷ peft", "rest:", *COUNTED]]
     of_peft = {each.row: each.of_layer for each in found if each.way == "peft"}
@@ -151,26 +162,28 @@ def table(found: Sequence[Counts]) -> str:
 
 def main() -> None:
     parser = program.parser("operations", __doc__, out="operations.json")
-    names = [row.name for row in ROWS]
-    parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="ROW", help=", ".join(names))
+    rows = [row.name for row in ROWS]
+    parser.add_argument("--rows", nargs="+", choices=rows, default=rows, metavar="ROW", help=", ".join(rows))
     parser.add_argument("--most", type=int, default=0, help="also show the most frequent operations (default: none)")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="another build's result, to keep beside this one's")
     options = parser.parse_args()
     logging.disable_progress_bar()
     found: list[Counts] = []
+    names: list[dict[str, float]] = []
     with TemporaryDirectory(prefix="skyrl-operations-") as directory:
         paths = [make_small(Path(directory) / str(layers), layers) for layers in (2, 4)]
         for row in (row for row in ROWS if row.name in options.rows):
             for way in WAYS:
                 found.append(counts(paths, row, way))
+                names.append(names_of_layer(paths, row, way))
                 if options.most:
-                    two, four = (count(way, path, row, names=True) for path in paths)
-                    four.subtract(two)
-                    print(
-                        row.name, way, *(f"  {name} {n / 2:g}" for name, n in four.most_common(options.most)), sep="\n"
-                    )
+                    most = [*names[-1].items()][: options.most]
+                    print(row.name, way, *(f"  {name} {times:g}" for name, times in most), sep="\n")
     print(table(found))
     facts = machine.facts()
-    program.write(options.out, {"facts": facts, "results": [vars(each) for each in found]})
+    results = [vars(each) | {"names_of_layer": own} for each, own in zip(found, names, strict=True)]
+    before: dict[str, Any] = {} if options.beside is None else json.loads(options.beside.read_text())
+    program.write(options.out, {"facts": facts, "results": results, "before": before})
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from benchmarks.models import make_hybrid, make_large, make_large_hybrid, make_l
 from benchmarks.table import aligned, number
 from benchmarks.trainer_flops import computed_flops, model_flops, peak_flops
 from benchmarks.trainer_process import Step, WayProcess
-from benchmarks.trainer_rows import EVEN, FULL, LONG, SMALL, BatchRow, TenantPass, rows_of, tokens_of
+from benchmarks.trainer_rows import EVEN, FULL, LONG, OF_GPU, SMALL, BatchRow, TenantPass, rows_of, tokens_of
 from benchmarks.trainer_ways import PeftWay, SkyrlWay, Way, gaps
 
 
@@ -61,7 +61,7 @@ MERGED = ("skyrl-merged", "server-merged")
 OF_SERVER = ("server", "server-merged")
 NOT_BY_DEFAULT = ("skyrl-whole", "skyrl-recomputed", *OF_SERVER)
 COLUMNS = ("model, batch, way", "tokens/s", "÷ peft", "peak MiB", "max |loss − peft's|", "max |logprob − peft's|")
-OF_GPU = ("MFU of all tokens", "MFU of computed rows")
+MFU = ("MFU of all tokens", "MFU of computed rows")
 ROUND_S = 0.3
 """A way's turn in a round is one step, or as many as the slowest way makes in this time."""
 Result = dict[str, Any]
@@ -135,7 +135,7 @@ def results(
 def table(by_model: dict[str, list[Result]]) -> str:
     """A line for each batch, and one for each way below it."""
     with_mfu = any("mfu" in result for found in by_model.values() for result in found)
-    lines = [[*COLUMNS, *(OF_GPU if with_mfu else [])]]
+    lines = [[*COLUMNS, *(MFU if with_mfu else [])]]
     for model, found in by_model.items():
         batch = None
         for result in found:
@@ -154,7 +154,7 @@ def _gap(value: float | None) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    names = list(dict.fromkeys(row.name for row in (*FULL, *LONG, *EVEN, *SMALL)))
+    names = list(dict.fromkeys(row.name for row in (*FULL, *LONG, *OF_GPU, *EVEN, *SMALL)))
     parser = program.parser("trainer", __doc__, out="trainer/trainer.json", quick="two rounds")
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=["tiny"], metavar="MODEL", help=", ".join(MODELS)

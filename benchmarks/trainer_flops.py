@@ -16,19 +16,15 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.cards import card_here
 from benchmarks.models import Shape
 from benchmarks.trainer_rows import TenantPass, tokens_of
-
-DENSE_BF16_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362}
-"""By a part of CUDA's name of a GPU: NVIDIA's data sheets, without sparsity. The first part that fits counts."""
 
 
 def peak_flops() -> float | None:
     """bfloat16 operations per second of the GPU; None without a GPU or for one that is not known."""
-    if not torch.cuda.is_available():
-        return None
-    name = torch.cuda.get_device_name()
-    return next((tflops * 1e12 for part, tflops in DENSE_BF16_TFLOPS.items() if part in name), None)
+    card = card_here()
+    return None if card is None else card.peak(torch.bfloat16)
 
 
 def model_flops(model: str, passes: Sequence[TenantPass]) -> float:

@@ -161,6 +161,9 @@ FULL = (
 )
 LONG = (_long(16_384), _long(32_768))
 """Only if they are asked for by name, and with a model whose context they fit."""
+EIGHT = BatchRow("tenants-8", f"8 tenants of rank {RANK}, each 4 × 256", Shape(1, 4, (0, 0), (256, 256)), (RANK,) * 8)
+OF_GPU = (_uniform(8, 2048), EIGHT)
+"""Only if they are asked for by name: what a GPU is measured by beside 32 × 256 tokens of one tenant."""
 _SHORT = _groups("", 8, 8, (45, 45), (10, 10))
 EVEN = tuple(
     replace(
@@ -183,7 +186,7 @@ SMALL = (
 def rows_of(model: str, names: Sequence[str] | None, *, cuda: bool) -> list[BatchRow]:
     """Those of these names; without names, all that suit the model."""
     rows = SMALL if model == "0.6b" and not cuda else FULL
-    return [*rows] if names is None else [row for row in (*rows, *LONG, *EVEN) if row.name in names]
+    return [*rows] if names is None else [row for row in (*rows, *LONG, *OF_GPU, *EVEN) if row.name in names]
 
 
 def tokens_of(passes: Iterable[TenantPass]) -> int:

@@ -1,9 +1,9 @@
 """Other tenants' steps between the micro-batches of a long pass.
 
 A pass of long prompts takes seconds for each micro-batch. Between two of them nothing of the pass is on the device but
-its gradient so far, and no other model has a part in it: so the backend thread may run other models' commands there,
-and a tenant with small steps waits for a micro-batch instead of a pass. Each model's commands keep their order, so no
-number changes.
+its gradient so far and the scores of a micro-batch that the host has not read yet, and no other model has a part in
+them: so the backend thread may run other models' commands there, and a tenant with small steps waits for a micro-batch
+instead of a pass. Each model's commands keep their order, so no number changes.
 
 The scheduler decides who goes before a pass that has begun. Knows threads and time; does not know what a command
 computes, or how it is settled.

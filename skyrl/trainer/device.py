@@ -1,8 +1,9 @@
 """The device that a backend computes on: chooses it, tells a lack of memory from a broken device, and copies to and
 from it.
 
-Each copy costs the host a call, and each copy to the host waits until the device has computed what it copies: so many
-arrays go in one copy. Knows nothing of models, adapters or passes.
+Each copy costs the host a call, and many arrays go in one copy. A copy from or to memory that is not pinned waits until
+the device has finished all its work: so copies here use pinned memory. Only `HostCopy.read` waits, for what it copies.
+Knows nothing of models, adapters or passes.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -116,27 +118,83 @@ def _is_lack_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _MEMORY_WORDS)
 
 
+def has_own_memory(device: torch.device) -> bool:
+    """Whether what the host has made must be copied to the device."""
+    return device.type != "cpu"
+
+
 def uploaded(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """The arrays on the device, in shape [elements], from one copy. They share one buffer."""
-    sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
+    """The arrays on the device, in their shapes, as `moved`. On a CPU a tensor has its array's memory."""
+    return moved([torch.from_numpy(np.ascontiguousarray(array)) for array in arrays], device)
+
+
+T = TypeVar("T")
+
+
+def moved(things: Sequence[T], device: torch.device) -> list[T]:
+    """Tensors of the host on the device, in their shapes, or dataclasses with such tensors: those in their fields, in
+    tuples there, and in dataclasses there. All go in one copy, share one buffer, and the host does not wait. On a CPU
+    they stay where they are."""
+    if not has_own_memory(device):
+        return list(things)
+    found: list[Tensor] = []
+    for thing in things:
+        _replaced(thing, found.append)
+    placed = iter(_copied(found, device))
+    return [_replaced(thing, lambda tensor: next(placed)) for thing in things]
+
+
+def _replaced(thing: Any, action: Callable[[Tensor], Tensor | None]) -> Any:
+    """The thing with the results of `action` in the places of its tensors, in their order."""
+    if isinstance(thing, Tensor):
+        return action(thing)
+    if isinstance(thing, tuple) and thing and isinstance(thing[0], Tensor):
+        return tuple(map(action, thing))
+    if not is_dataclass(thing) or isinstance(thing, type):
+        return thing
+    given = {each.name: getattr(thing, each.name) for each in fields(thing)}
+    made = {name: _replaced(value, action) for name, value in given.items()}
+    return replace(thing, **{name: value for name, value in made.items() if value is not given[name]})
+
+
+def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
     starts = [0, *accumulate(sizes)]
-    # From pinned memory the copy does not wait for what the device computes
     host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     of_host = host.numpy()
-    for array, start in zip(arrays, starts, strict=False):
-        of_host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    for tensor, start in zip(tensors, starts, strict=False):
+        if tensor.nbytes:
+            of_host[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     on_device = host.to(device, non_blocking=True)
     return [
-        on_device[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
-        for array, start in zip(arrays, starts, strict=False)
+        on_device[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, start in zip(tensors, starts, strict=False)
     ]
 
 
-def read_back(
-    numbers: Sequence[Tensor], logprobs: Sequence[Tensor]
-) -> tuple[list[npt.NDArray[np.float64]], list[npt.NDArray[np.float32]]]:
-    """Copies on the host. numbers: float64 [n] each; logprobs: float32 [n] each. Waits for the device once."""
-    words = [tensor.detach().view(torch.int32) for tensor in (*numbers, *logprobs)]
-    found = iter(np.split(torch.cat(words).cpu().numpy(), [*accumulate(map(len, words))][:-1]))
-    # float64 comes first, so that each array begins at a multiple of its width
-    return [next(found).view(np.float64) for _ in numbers], [next(found).view(np.float32) for _ in logprobs]
+class HostCopy:
+    """Numbers on their way to the host, all in one copy that is made as soon as the device has computed them.
+
+    numbers: float64 [n] each; logprobs: float32 [n] each. What the device starts later does not delay the copy.
+    """
+
+    def __init__(self, numbers: Sequence[Tensor], logprobs: Sequence[Tensor]) -> None:
+        words = [tensor.detach().view(torch.int32) for tensor in (*numbers, *logprobs)]
+        # float64 comes first, so that each array begins at a multiple of its width
+        self._doubles = len(numbers)
+        self._ends = [*accumulate(map(len, words))]
+        self._arrived: torch.cuda.Event | None = None
+        self._host = torch.cat(words)
+        if self._host.is_cuda:
+            pinned = torch.empty(self._host.shape, dtype=torch.int32, pin_memory=True)
+            self._host = pinned.copy_(self._host, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> tuple[list[npt.NDArray[np.float64]], list[npt.NDArray[np.float32]]]:
+        """The arrays. Waits until the copy has arrived, and raises the error of a kernel that has failed before."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        found = np.split(self._host.numpy(), self._ends[:-1])
+        doubles, singles = found[: self._doubles], found[self._doubles :]
+        return [each.view(np.float64) for each in doubles], [each.view(np.float32) for each in singles]

@@ -70,11 +70,12 @@ class Loss:
     """`required`: inputs besides target_tokens. `optional`: inputs and their defaults. `config`: keys and their
     defaults.
 
-    `per_target`: target_tokens may be [N, K], and then all inputs are. `trained`: an input; where it is 0 the loss has
-    no gradient. None: the loss may have a gradient everywhere. `ratio_mask`: an input that must not be all zero
-    for a datum with advantages. `takes_critic`: a pass may add a critic's inputs. `notice`: a metric, 1.0 in every
-    pass, that names the loss computed in place of the requested loss. `check_inputs`: of a custom loss, in place of the
-    check of `required` and `optional`.
+    `per_target`: target_tokens may be [N, K], and then all inputs are. `by_entry`: the gradient with respect to an
+    entry's logprob depends on that logprob alone, beside the inputs. So it is known before the other logprobs are.
+    `trained`: an input; where it is 0 the loss has no gradient. None: the loss may have a gradient everywhere.
+    `ratio_mask`: an input that must not be all zero for a datum with advantages. `takes_critic`: a pass may add a
+    critic's inputs. `notice`: a metric, 1.0 in every pass, that names the loss computed in place of the requested loss.
+    `check_inputs`: of a custom loss, in place of the check of `required` and `optional`.
     """
 
     function: LossFunction
@@ -82,6 +83,7 @@ class Loss:
     optional: Mapping[str, float] = field(default_factory=dict)
     config: Mapping[str, float] = field(default_factory=dict)
     per_target: bool = False
+    by_entry: bool = False
     trained: str | None = None
     ratio_mask: str | None = None
     takes_critic: bool = False
@@ -212,17 +214,17 @@ _RL = ("logprobs", "advantages")
 
 def _policy(function: LossFunction, **config: float) -> Loss:
     """A loss of the policy's ratios, one for each token."""
-    return Loss(function, _RL, config=config, trained="advantages", takes_critic=True)
+    return Loss(function, _RL, config=config, by_entry=True, trained="advantages", takes_critic=True)
 
 
 LOSSES: dict[str, Loss] = {
-    "cross_entropy": Loss(cross_entropy, optional={"weights": 1.0}, per_target=True, trained="weights"),
+    "cross_entropy": Loss(cross_entropy, optional={"weights": 1.0}, per_target=True, by_entry=True, trained="weights"),
     "importance_sampling": _policy(importance_sampling),
     "ppo": _policy(ppo, clip_low_threshold=0.8, clip_high_threshold=1.2),
     "cispo": _policy(cispo, clip_low_threshold=0.0, clip_high_threshold=4.0),
     "dppo": _policy(dppo, delta_low=0.2, delta_high=0.2),
     "dppo_kl": _policy(dppo_kl, delta_low=0.05, delta_high=0.05),
-    "dro": Loss(dro, _RL, config={"beta": 0.05}),
+    "dro": Loss(dro, _RL, config={"beta": 0.05}, by_entry=True),
     "gspo": Loss(
         gspo,
         (*_RL, "sequence_ratio_mask"),

@@ -60,6 +60,7 @@ def _machine() -> dict[str, str]:
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
         "day": datetime.date.today().isoformat(),
+        "settings": os.environ.get("SKYRL_TEST_SETTINGS", ""),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +23,8 @@ from skyrl.trainer.ranks.lora_backend import LoraBackend
 
 DEVICE = os.environ.get("SKYRL_TEST_DEVICE") or "cuda"
 REHEARSAL = DEVICE == "cpu"
+SETTINGS: dict[str, Any] = json.loads(os.environ.get("SKYRL_TEST_SETTINGS") or "{}")
+"""More of `backend_config`: a switch whose figures are wanted, for example {"trainer.kernels": "triton"}."""
 _COMMON: dict[str, Any] = {
     "model_type": "qwen3",
     "initializer_range": 0.06,
@@ -96,6 +99,7 @@ def backend_on(
     merge: bool = False,
     budget: int | None = 4096,
     keep_quantized: bool = False,
+    attention: str = "sdpa",
 ) -> LoraBackend:
     """A backend whose base model has this dtype. On CUDA the backend uses bfloat16 by default. `budget`: tokens of a
     micro-batch; None: as many as the memory holds."""
@@ -103,7 +107,9 @@ def backend_on(
         **({} if budget is None else {"trainer.micro_batch_tokens": budget}),
         "trainer.merge_passes": merge,
         "trainer.keep_quantized": keep_quantized,
+        "trainer.attention": attention,
         "trainer.policy.model.lora.max_lora_rank": 64,
+        **SETTINGS,
     }
     config = load_config({"base_model": path, "backend_config": settings})
     if DEVICE == "cuda" and dtype is torch.bfloat16:

@@ -47,6 +47,7 @@ def section(lines: Sequence[dict[str, Any]]) -> str:
     failed = [f"`{line['test']}`" for line in tests if line["outcome"] == "failed"]
     minutes = lines[-1]["at_s"] / 60
     about = [f"`make test-gpu` on {run['where']}, {run['day']}: {software}, {minutes:.0f} minutes, {counted}."]
+    about += [f"With `{run['settings']}`."] if run.get("settings") else []
     about += [f"Failed: {', '.join(failed)}."] if failed else []
     return "\n\n".join([*about, "\n".join(table)])
 

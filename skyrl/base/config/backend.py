@@ -54,6 +54,8 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+Kernels = Literal["torch", "compiled", "triton"]
+
 Resources = Annotated[dict[str, float], AfterValidator(_are_amounts)]
 """Amounts of Ray's resources, by name: `CPU`, `GPU`, or a name that the operator has given to nodes."""
 
@@ -125,8 +127,14 @@ class TrainerConfig(Strict):
     on CUDA in any case, other tenants' training changes a tenant's weights by rounding. On a CPU without
     `merge_passes` it does not change them.
 
+    `attention`: how layers attend: "sdpa", a call for the sequences of each length, or, on GPUs alone, "varlen", one
+    call for sequences of any lengths.
+
     With `gradient_checkpointing` a micro-batch keeps only the inputs of the decoder layers, and computes the layers
     again in its backward. "auto": only if its activations would take more than half of the free memory.
+
+    `kernels`: what computes norms, rotary embeddings and gated MLPs: torch's operations, torch.compile, or own Triton
+    kernels (GPUs only).
 
     With `keep_quantized` the trainer's weights of a quantized release keep the bits that they have in its files.
 
@@ -141,7 +149,9 @@ class TrainerConfig(Strict):
     full_finetuning: bool = Field(False, strict=True)
     micro_batch_tokens: int | None = Field(None, ge=16)
     merge_passes: bool | None = None
+    attention: Literal["sdpa", "varlen"] = "sdpa"
     gradient_checkpointing: bool | Literal["auto"] = "auto"
+    kernels: Kernels = "torch"
     keep_quantized: bool = Field(False, strict=True)
     context_parallel_tokens: int | None = Field(None, ge=32, strict=True)
     rank_timeout_s: float = Field(300.0, gt=0)

@@ -16,7 +16,13 @@ FLOAT_BYTES = 4
 FULL_BYTES = 16
 """Of a parameter that is trained: weight, gradient and two moments in float32."""
 LOGITS_BYTES = 128 * 2**20
-"""Size of one chunk of float32 logits."""
+"""Size of one chunk of float32 logits on a CPU, and the least on CUDA."""
+MOST_LOGITS_BYTES = 1280 * 2**20
+"""Size of one chunk on CUDA where there is memory: 2,208 rows of 151,936 logits. Of few rows a product with the
+vocabulary takes as long as the weight takes to be read: an H100 (989e12 operations/s and 3.35e12 bytes/s) multiplies
+295 rows of bfloat16 in that time, and writes and reads their logits besides."""
+LOGITS_SHARE = 1 / 32
+"""On CUDA a chunk takes this share of the memory beside the model at most: 9 % for `LOGITS_CHUNKS` of them."""
 LOGITS_CHUNKS = 3
 """The memory of so many chunks is in use while one is computed and goes backward."""
 FIRST_GUESS = 2.0
@@ -43,6 +49,9 @@ _NORMS_OF_HEADS = ("qwen3", "gemma3", "gemma4", "hunyuan")
 _NORMS_OF_RESULTS = ("gemma2", "gemma3", "gemma4")
 """And with norms of what attention and MLP give."""
 
+_IN_PIECES = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "qwen3_vl_text")
+"""Model types whose layers `skyrl.trainer.model.layer_pieces` computes."""
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -59,6 +68,11 @@ and should not make full micro-batches recompute their layers."""
 ON_CPU = Bounds(2048, 4096, 1 / 2)
 """Smaller ones would cost more for prompts than recomputed layers do. Half of all memory, though a vLLM may run beside:
 what a row keeps is guessed here, at 1.1 to 2.9 times of what it is."""
+
+
+def logits_bytes_on_cuda(memory: float) -> int:
+    """Of a chunk of float32 logits, where `memory` bytes of the GPU are left beside the model."""
+    return int(min(max(LOGITS_SHARE * memory, LOGITS_BYTES), MOST_LOGITS_BYTES))
 
 
 def rows_within(memory: float, of_row: float, bounds: Bounds) -> int:
@@ -116,15 +130,16 @@ class Widths:
         return rank * (self.layers * self.products + self.hidden + self.vocabulary)
 
     def kept_numbers(self, rank: int) -> int:
-        """The numbers that a decoder layer keeps for the backward of a row: inputs and results of its norms; queries,
-        keys, values and the result of attention with the norm of each head; gate and up of the MLP, whose product is
-        computed again; of each adapted layer the low-rank row."""
+        """The numbers that a decoder layer keeps for the backward of a row: inputs of its norms and, unless it computes
+        in pieces, their results; queries, keys, values and the result of attention with the norm of each head; gate and
+        up of the MLP, whose product is computed again; of each adapted layer the low-rank row."""
         norms, of_heads = 2, 0
         results = 2 if self.model_type.startswith(_NORMS_OF_RESULTS) else 0
         if self.model_type.startswith(_NORMS_OF_HEADS):
             of_heads = self.queries + self.keys + self.heads + self.keys * self.heads // self.queries
         attention = 2 * self.queries + 2 * self.keys + self.heads + of_heads
-        return (2 * norms + results) * self.hidden + norms + results + attention + 2 * self.between + 7 * rank
+        kept = norms if self.model_type in _IN_PIECES else 2 * norms
+        return (kept + results) * self.hidden + norms + results + attention + 2 * self.between + 7 * rank
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Causal attention over packed rows, registered with transformers under the name "skyrl_segments".
 
-Ranges of rows are padded to `grids`. Each reads the keys and values of the prefix that it continues, and nothing of
-other items. Supports sliding windows, and exact formulas for soft-capping and sinks beside torch's kernel. At start-up
-an attention that computes nothing records what each layer asks for, and is compared with what packed rows compute, also
-beyond the few tokens of the probe. Knows nothing of adapters.
+Ranges of rows are padded to grids, or are the sequences of `varlen`. Each reads the keys and values of the prefix that
+it continues, and nothing of other items. Supports sliding windows, and exact formulas for soft-capping and sinks beside
+torch's kernel. At start-up an attention that computes nothing records what each layer asks for, and is compared with
+what packed rows compute, also beyond the few tokens of the probe. Knows nothing of adapters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from skyrl.trainer.attention.divided import Scoring, divided_attention
 from skyrl.trainer.attention.relative import RelativeBias, bias_of
 from skyrl.trainer.attention.sparse import Chosen, attend_to_chosen
-from skyrl.trainer.device import HOST
+from skyrl.trainer.attention.varlen import Sequences, attend_in_sequences, fits
+from skyrl.trainer.device import HOST, moved
 from skyrl.trainer.reused import Reused
 from skyrl.trainer.rows.packing import AttentionGroup, FromCells, Grids, IntoCells, Shape
 from skyrl.trainer.shares import SequencePart
@@ -161,10 +162,20 @@ call."""
 
 class PackedGroups(tuple[Sequence[AttentionGroup], ...]):
     """The attention groups of each slice of a micro-batch, and what the first layer makes of them for those after
-    it."""
+    it. `varlen`: layers attend in sequences where these fit."""
 
-    def __init__(self, slices: Sequence[Sequence[AttentionGroup]]) -> None:
+    def __new__(cls, slices: Sequence[Sequence[AttentionGroup]], *, varlen: bool = False) -> Self:
+        return super().__new__(cls, slices)
+
+    def __init__(self, slices: Sequence[Sequence[AttentionGroup]], *, varlen: bool = False) -> None:
         self._made: dict[int | None, tuple[Grids, Masks]] = {}
+        self._sequences: dict[int | None, Sequences | None] | None = {} if varlen else None
+
+    def sequences(self, window: int | None, device: torch.device) -> Sequences | None:
+        """window: as for `with_window`. None: grids are to be taken."""
+        if self._sequences is not None and window not in self._sequences:
+            self._sequences[window] = Sequences.of(self, window, device)
+        return (self._sequences or {}).get(window)
 
     def with_window(self, window: int | None, device: torch.device) -> tuple[Grids, Masks]:
         """window: a layer's sliding window."""
@@ -209,7 +220,7 @@ class Masks:
         flat = torch.zeros(sum(sizes), dtype=torch.bool)
         for shape, width, part in zip(small, padded, flat.split(sizes), strict=True):
             part.view(-1, width)[:, : shape.keys] = _mask(*shape, self._window, HOST)
-        flat = flat.to(self._device)
+        (flat,) = moved([flat], self._device)
         if dtype != torch.bool:
             flat = torch.zeros(flat.shape, dtype=dtype, device=self._device).masked_fill_(~flat, -torch.inf)
         return {
@@ -256,12 +267,16 @@ def segments_attention(
         made = divided_attention(query[0], key[0], value[0], attention_groups, scoring, s_aux, bits, relative)
         return made.transpose(0, 1)[None], None
     groups = attention_groups if isinstance(attention_groups, PackedGroups) else PackedGroups(attention_groups)
+    of_queries = [] if relative is None else [relative.states]
+    # `squeeze`: the gradient of an index would be a copy
+    states = [state.squeeze(0).transpose(0, 1) for state in (query, key, value, *of_queries)]
+    if chosen is None and softcap is None and s_aux is None and relative is None and fits(query, key, value):
+        sequences = groups.sequences(sliding_window, query.device)
+        if sequences is not None:
+            return attend_in_sequences(states[0], states[1], states[2], sequences, scaling)[None], None
     grids, masks = groups.with_window(sliding_window, query.device)
     sinks = None if s_aux is None else s_aux.float()  # so the gradients of all calls are added in float32
     mask_dtype = query.dtype if softcap is None and sinks is None and relative is None else torch.bool
-    of_queries = [] if relative is None else [relative.states]
-    # squeezed, because the backward of an index fills and copies all rows
-    states = [state.squeeze(0).transpose(0, 1) for state in (query, key, value, *of_queries)]
     if grids.queries is not None:
         cells = (grids.queries, grids.keys, grids.keys, *[grids.queries] * len(of_queries))
         states = [IntoCells.apply(state, index) for state, index in zip(states, cells, strict=True)]

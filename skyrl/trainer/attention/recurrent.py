@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from skyrl.trainer.attention.scans import KEPT_ROWS, causal_convolution, delta_rule, mamba2
 from skyrl.trainer.collectives import after_rows_before, pass_on, state_before
+from skyrl.trainer.device import uploaded
 from skyrl.trainer.rows.packing import PackedItem
 from skyrl.trainer.rows.prefixes import SHORTEST_IN_GROUP, RowRange
 from skyrl.trainer.shares import SequencePart
@@ -91,8 +92,8 @@ class PackedRows:
         device = slices[0].tokens.device
         made = tuple(_slice_rows(packed.layout.segments, device) for packed in slices)
         found = [pair for packed in slices for pair in _rows_before(packed, reach)]
-        firsts = torch.tensor([row for row, _ in found], device=device)
-        before = torch.tensor([rows for _, rows in found], device=device).view(len(found), reach)
+        rows, earlier = np.array([row for row, _ in found]), np.array([rows for _, rows in found])
+        firsts, before = uploaded([rows, earlier.reshape(len(found), reach)], device)
         positions = torch.cat([packed.positions for packed in slices])
         return PackedRows(made, firsts, before, positions, recomputed, slices[0].part)
 
@@ -132,8 +133,8 @@ def _slice_rows(segments: Sequence[RowRange], device: torch.device) -> ItemRows:
     rows = np.concatenate([segments[n].first + np.arange(segments[n].rows) for n in order])
     if bool((rows == np.arange(len(rows))).all()):
         return ItemRows(len(rows), None, None, tuple(depths))
-    back = torch.from_numpy(np.argsort(rows)).to(device)
-    return ItemRows(len(rows), torch.from_numpy(rows).to(device), back, tuple(depths))
+    on_device, back = uploaded([rows, np.argsort(rows)], device)
+    return ItemRows(len(rows), on_device, back, tuple(depths))
 
 
 def _similar(segments: Sequence[RowRange], members: Sequence[int]) -> Iterator[list[int]]:
@@ -168,9 +169,8 @@ def _wave(
         ends = lengths.cumsum()
         # Places after a segment's end hold its last row: no number of another segment comes into its grid.
         of_place = (ends - lengths)[:, None] + np.minimum(place_of, lengths[:, None] - 1)
-        cells = torch.from_numpy(of_place.reshape(-1)).to(device)
-        real = torch.from_numpy(filled).to(device)
-        places = torch.from_numpy(np.flatnonzero(filled.reshape(-1))).to(device)
+        cells, real, places = uploaded([of_place.reshape(-1), filled, np.flatnonzero(filled.reshape(-1))], device)
+    chosen = iter(uploaded([np.array(each) for each in (parents, kept) if each], device))
     return Wave(
         len(members),
         longest,
@@ -178,8 +178,8 @@ def _wave(
         cells,
         real,
         places,
-        torch.tensor(parents, device=device) if parents else None,
-        torch.tensor(kept, device=device) if kept else None,
+        next(chosen) if parents else None,
+        next(chosen) if kept else None,
     )
 
 

@@ -50,7 +50,7 @@ class PlainModel(PackedModel):
         def linear(rows: Tensor, segment: LoraSegment) -> Tensor:
             return functional.linear(rows, weight.use(), None if bias is None else bias.use())
 
-        return OutputLayer(linear, head, self.transform)
+        return self._output_layer(linear, head)
 
 
 _STAYING = (*(f".{name}" for name in CORRECTIONS), ".layer_scalar")

@@ -104,24 +104,25 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of gate and up from that of `swiglu`, and what `swiglu` gives, up to rounding; all [R, n].
+    """The gradients of gate and up from that of `swiglu`, and what `swiglu` gives, up to rounding; all [R, n]. Their
+    memory may be that of the arguments: other memory would have to be fetched first.
 
     With s = sigmoid(gate), silu(gate) = s gate, and its derivative is s + silu(gate) (1 - s)."""
-    of_gate, product = torch.empty_like(gate), torch.empty_like(gate)
     for part in _blocks(gate):
-        own, sigmoid, silu = gradient[part], torch.sigmoid(gate[part]), product[part]
-        torch.mul(gate[part], sigmoid, out=silu)
+        own, own_gate, own_up = gradient[part], gate[part], up[part]
+        sigmoid = torch.sigmoid(own_gate)
+        silu = own_gate * sigmoid
         slope = torch.addcmul(silu, sigmoid, 1 - silu)
-        torch.mul(slope.mul_(own), up[part], out=of_gate[part])
+        torch.mul(slope.mul_(own), own_up, out=own_gate)
         own.mul_(silu)
-        silu.mul_(up[part])
-    return of_gate, gradient, product
+        own_up.mul_(silu)
+    return gate, gradient, up
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
-    """Ranges of rows whose numbers stay in the cache; all rows on a GPU."""
+    """Ranges of rows whose numbers stay in the cache; all rows on a GPU, and for torch.compile."""
     rows = len(x)
-    if x.device.type != "cpu" or not rows:
+    if x.device.type != "cpu" or not rows or torch.compiler.is_compiling():
         yield slice(0, rows)
         return
     step = max(1, BLOCK * rows // x.numel())

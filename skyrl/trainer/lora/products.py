@@ -97,8 +97,8 @@ def products(
     x: Tensor, layers: Sequence[Frozen], joined: Sequence[Joined], matrices: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Each layer's result on x [..., in_features], whose flattened rows the segments name, with the updates:
-    [..., out_features] in x's dtype, in memory of its own. Also what `gradients` needs beside x: of each segment lora_a
-    of all its layers, x lora_a^T, and lora_b of each layer."""
+    [..., out_features] in x's dtype, in memory of its own. Also what `gradients` needs beside x: of each segment x
+    lora_a^T of all its layers, then lora_a and lora_b of each."""
     outputs = [torch.nn.functional.linear(x, *layer) for layer in layers]
     x, flat = x.reshape(-1, x.shape[-1]), [output.view(-1, output.shape[-1]) for output in outputs]
     kept: list[Tensor] = []
@@ -106,7 +106,7 @@ def products(
     for segment in joined:
         pairs = [(next(each).to(x.dtype), next(each).to(x.dtype)) for _ in segment.layers]
         rows = _rows(x, segment)
-        all_a = pairs[0][0] if len(pairs) == 1 else torch.cat([lora_a for lora_a, _ in pairs], dim=-2)
+        all_a = _one_below_another([lora_a for lora_a, _ in pairs])
         if segment.ends is None:
             low_rank = torch.mm(rows, all_a.t())
         else:
@@ -119,7 +119,7 @@ def products(
                 of_rows.addmm_(own, lora_b.t(), alpha=scale)
             else:
                 of_rows.add_(grouped_mm(own, lora_b.transpose(1, 2), offs=segment.ends))
-        kept += [all_a, low_rank, *(lora_b for _, lora_b in pairs)]
+        kept += [low_rank, *(matrix for pair in pairs for matrix in pair)]
     return outputs, kept
 
 
@@ -143,7 +143,7 @@ def of_low_ranks(of_outputs: Sequence[Tensor], joined: Sequence[Joined], kept: S
     """Of each segment the gradient of x lora_a^T: [its rows, ranks of all layers]. The arguments are those of
     `gradients`."""
     found: list[Tensor] = []
-    for segment, (_, low_rank, of_b) in zip(joined, _of_segments(joined, kept), strict=True):
+    for segment, (low_rank, _, of_b) in zip(joined, _of_segments(joined, kept), strict=True):
         found.append(torch.empty_like(low_rank))
         for layer, place, scale, lora_b in zip(segment.layers, segment.columns, segment.scales, of_b, strict=True):
             gradient, own = _rows(of_outputs[layer], segment), _columns(found[-1], place)
@@ -165,7 +165,8 @@ def input_gradient(
     of_x = torch.mm(of_outputs[0], layers[0].weight)
     for gradient, layer in zip(of_outputs[1:], layers[1:], strict=True):
         of_x.addmm_(gradient, layer.weight)
-    for segment, own, (all_a, _, _) in zip(joined, of_low_rank, _of_segments(joined, kept), strict=True):
+    for segment, own, (_, of_a, _) in zip(joined, of_low_rank, _of_segments(joined, kept), strict=True):
+        all_a = _one_below_another(of_a)
         if segment.ends is None:
             _rows(of_x, segment).addmm_(own, all_a)
         else:
@@ -182,7 +183,7 @@ def matrix_gradients(
 ) -> list[Tensor]:
     """The gradients of the matrices, in the order of `Joined.of`. x [R, in_features]."""
     found: list[Tensor] = []
-    for segment, of_own, (_, low_rank, of_b) in zip(joined, of_low_rank, _of_segments(joined, kept), strict=True):
+    for segment, of_own, (low_rank, _, of_b) in zip(joined, of_low_rank, _of_segments(joined, kept), strict=True):
         own_x = _rows(x, segment)
         if segment.ends is None:
             of_all_a = torch.mm(of_own.t(), own_x)
@@ -198,13 +199,21 @@ def matrix_gradients(
     return found
 
 
-def _of_segments(joined: Sequence[Joined], kept: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Sequence[Tensor]]]:
-    """What `products` has kept of each segment: lora_a of all layers, x lora_a^T, and lora_b of each."""
+def _of_segments(
+    joined: Sequence[Joined], kept: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]]:
+    """What `products` has kept of each segment: x lora_a^T of all layers, lora_a of each, and lora_b of each."""
     start = 0
     for segment in joined:
-        stop = start + 2 + len(segment.layers)
-        yield kept[start], kept[start + 1], kept[start + 2 : stop]
+        stop = start + 1 + 2 * len(segment.layers)
+        yield kept[start], kept[start + 1 : stop : 2], kept[start + 2 : stop : 2]
         start = stop
+
+
+def _one_below_another(of_layers: Sequence[Tensor]) -> Tensor:
+    """lora_a of some layers as one matrix [..., ranks, in_features]. Made again for the backward: a row of all inputs
+    for each rank is more to keep than it is to copy."""
+    return of_layers[0] if len(of_layers) == 1 else torch.cat([*of_layers], dim=-2)
 
 
 def of_used_experts(gradient: Tensor, ends: Tensor) -> Tensor:

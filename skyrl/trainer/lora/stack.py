@@ -11,10 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from skyrl.trainer.device import uploaded
 from skyrl.trainer.lora.adapter import Adapter, LoraPair, Target
 
 GROUPED_RANKS = 8
@@ -84,7 +86,9 @@ class AdapterStack:
         kinds = groupby(self.adapters, lambda adapter: (adapter.spec.rank, adapter.targets))
         ends = [0, *accumulate(len([*adapters]) for _, adapters in kinds)]
         runs = [slice(*each) for each in pairwise(ends)]
-        return [(run, _factors(self.adapters[run])) for run in runs]
+        of_all = np.array([adapter.scale for adapter in self.adapters], np.float32)
+        (scales,) = uploaded([of_all], self.adapters[0].device)
+        return [(run, _factors(self.adapters[run.start], scales[run])) for run in runs]
 
     def _is_whole(self, adapter: Adapter) -> bool:
         """Whether the adapter needs no padding."""
@@ -141,12 +145,11 @@ def _sizes(targets: Sequence[Target]) -> tuple[int, ...]:
     return tuple(size for target in targets for size in (target.in_features, target.out_features))
 
 
-def _factors(adapters: Sequence[Adapter]) -> Tensor:
-    """For adapters with the same rank and targets, the factor of each `rank` elements of a buffer: the adapter's scale
-    for lora_B, 1 for lora_A. float32 [adapters, numel / rank, 1]. Every matrix begins at a multiple of the rank, so
-    these elements never belong to two matrices."""
-    is_a, is_b = _which_matrix(_sizes(adapters[0].targets), adapters[0].device)
-    scales = torch.tensor([adapter.scale for adapter in adapters]).to(adapters[0].device, non_blocking=True)
+def _factors(adapter: Adapter, scales: Tensor) -> Tensor:
+    """For adapters with this one's rank and targets, and with these scales, the factor of each `rank` elements of a
+    buffer: the adapter's scale for lora_B, 1 for lora_A. float32 [adapters, numel / rank, 1]. Every matrix begins at a
+    multiple of the rank, so these elements never belong to two matrices."""
+    is_a, is_b = _which_matrix(_sizes(adapter.targets), adapter.device)
     return torch.addcmul(is_a, scales[:, None], is_b)[..., None]
 
 

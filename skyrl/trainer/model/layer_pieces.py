@@ -204,7 +204,7 @@ def _count(joined: Sequence[Joined], of_layer: int) -> int:
 
 def _kept(joined: Sequence[Joined]) -> int:
     """How many tensors `products` keeps."""
-    return 2 * len(joined) + _count(joined, 1)
+    return len(joined) + _count(joined, 2)
 
 
 def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[Sequence[Tensor]]:
@@ -274,8 +274,9 @@ def _options_of_plain(layer: Any) -> dict[str, Any] | None:
     finally:
         _calls.clear()
     same = all(_close(one, other) for one, other in zip((*own_states, found), (*states, expected), strict=True))
-    asked = {name: value for name, value in options.items() if value}
-    return options if same and all(own.get(name) == value for name, value in asked.items()) else None
+    asked = {name: value for name, value in options.items() if value is not None and value is not False}
+    known = all(not isinstance(value, Tensor) and own.get(name) == value for name, value in asked.items())
+    return options if same and known else None
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

@@ -3,8 +3,14 @@
 Each row goes through the output layer once, whatever the number of its targets. Rows whose targets no loss has a
 gradient at go through it without one. Rows whose targets are scored over a part of the vocabulary, or at a
 temperature, go through `restricted`; a row whose targets are scored in several ways goes through the layer once for
-each. Knows the output layer, and what a model does to its logits afterwards: scaling and soft-capping, under the names
-that transformers' configurations give to both. Knows nothing of losses.
+each.
+
+Several chunks need two products with the vocabulary where the loss's gradient is known from a chunk's logprobs: the
+gradients of the chunk's rows are computed while its logits are there (`_AtOnce`). Else they need three, because the
+backward computes the logits again.
+
+Knows the output layer, and what a model does to its logits afterwards: scaling and soft-capping, under the names that
+transformers' configurations give to both. Knows nothing of losses.
 """
 
 from __future__ import annotations
@@ -18,9 +24,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from skyrl.base.config.pass_memory import LOGITS_BYTES
+from skyrl.trainer.device import uploaded
 from skyrl.trainer.lora.adapter import VALUE_HEAD
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.model.restricted import RestrictedLogSoftmaxAt, Restriction
@@ -67,13 +75,20 @@ class LogitTransform:
 @dataclass(frozen=True)
 class OutputLayer:
     """lm_head with the model's transform of logits. `linear`: the layer on rows [n, hidden] of one segment, whichever
-    segments are active; `base`: the frozen linear layer inside. `name`: of an adapter's pair for it, among those of a
-    segment."""
+    segments are active; `base`: the linear layer inside. `name`: of an adapter's pair for it, among those of a segment.
+    `chunk_bytes`: of a chunk of float32 logits; None: `LOGITS_BYTES`. `in_kernels`: `kernels.logprobs` reads the logits
+    in their own dtype."""
 
     linear: Callable[[Tensor, LoraSegment], Tensor]
     base: nn.Linear
     transform: LogitTransform
     name: str = ""
+    chunk_bytes: int | None = None
+    in_kernels: bool = False
+
+    @property
+    def rows_of_a_chunk(self) -> int:
+        return max(1, (self.chunk_bytes or LOGITS_BYTES) // (4 * self.base.out_features))
 
     def for_segment(self, rows: Tensor, segment: LoraSegment) -> Tensor:
         """The logits [n, vocabulary] of rows [n, hidden] of one segment."""
@@ -100,6 +115,33 @@ def given_logits(head: nn.Module) -> Iterator[list[Tensor]]:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Some consecutive rows of `RowTargets`. rows: int64 [n], their places in the slice; owners, ids: int64 [p], the
+    pairs, with the owners' indices in `rows`. All three are on the device. pairs: which of all pairs these are."""
+
+    rows: Tensor
+    owners: Tensor
+    ids: Tensor
+    pairs: slice
+    restriction: Restriction | None
+
+    def of_hidden(self, hidden: Tensor) -> Tensor:
+        """The chunk's rows of hidden [rows, hidden], which are hidden itself if they are all."""
+        is_all = self.restriction is None and len(self.rows) == len(hidden)
+        return hidden if is_all else hidden.index_select(0, self.rows)
+
+    def segment(self, segment: LoraSegment, pair: Sequence[Tensor], name: str) -> LoraSegment:
+        """The segment with the ends of its adapters among the chunk's rows, which ascend, and with other matrices for
+        the layer `name`, unless there are none."""
+        if segment.ends is not None:
+            segment = replace(segment, ends=torch.searchsorted(self.rows, segment.ends, out_int32=True))
+        if not pair:
+            return segment
+        lora_a, lora_b = pair
+        return replace(segment, pairs={name: (lora_a, lora_b)})
+
+
+@dataclass(frozen=True)
 class RowTargets:
     """Pairs of a row and a target, each pair once, by row.
 
@@ -112,18 +154,47 @@ class RowTargets:
     ids: Tensor
     restriction: Restriction | None = None
 
+    def chunks(self, count: int) -> Iterator[Chunk]:
+        """All rows, `count` at a time."""
+        for start in range(0, len(self.rows), count):
+            stop = min(start + count, len(self.rows))
+            pairs = slice(*map(int, np.searchsorted(self.owners, [start, stop])))
+            yield Chunk(
+                self.rows[start:stop],
+                *uploaded([self.owners[pairs] - start], self.rows.device),
+                self.ids[pairs],
+                pairs,
+                None if self.restriction is None else self.restriction.of_rows(start, stop),
+            )
+
+
+EntryGradients = Callable[[Tensor], Tensor]
+"""From the logprobs of entries, float32 [M], the gradient of a loss with respect to each, [M]. That of an entry depends
+on its own logprob alone."""
+
 
 @dataclass(frozen=True)
 class Targets:
     """Targets of one slice, or of consecutive slices. `trained`: of the rows where the loss has a gradient; `other`: of
     the rest. entries: int64 [M], for each entry of the sequences' target_tokens its place in the pairs of `trained`
     followed by `other`. outside: float32 [M], 1 where the target is not among the tokens that its row keeps, once
-    `target_logprobs` has written it; None: all rows keep all."""
+    `target_logprobs` has written it; None: all rows keep all. gradients: of the loss whose gradient the backward will
+    get; None: it is known when all logprobs are, or may be changed afterwards."""
 
     trained: RowTargets
     other: RowTargets
     entries: Tensor
     outside: Tensor | None = None
+    gradients: EntryGradients | None = None
+
+    def of_entries(self, of_pairs: Tensor) -> Tensor:
+        """[M], from numbers of the pairs of `trained` followed by `other`."""
+        return of_pairs.index_select(0, self.entries)
+
+    def pair_gradients(self, logprobs: Tensor) -> Tensor:
+        """The loss's gradient with respect to the logprob of each pair, float32 [pairs]: the sum over its entries."""
+        assert self.gradients is not None
+        return torch.zeros_like(logprobs).index_add_(0, self.entries, self.gradients(self.of_entries(logprobs)))
 
     @staticmethod
     def of(
@@ -198,7 +269,7 @@ def outside_of(targets: Sequence[Targets]) -> list[Tensor]:
 
 def exceed_a_chunk(targets: Sequence[Targets], lm_head: OutputLayer) -> bool:
     """Whether the rows of a micro-batch's slices that have a gradient make more than one chunk together."""
-    return sum(len(of_slice.trained.rows) for of_slice in targets) > _rows_of_a_chunk(lm_head)
+    return sum(len(of_slice.trained.rows) for of_slice in targets) > lm_head.rows_of_a_chunk
 
 
 def target_logprobs(
@@ -207,14 +278,28 @@ def target_logprobs(
     """log softmax(lm_head(hidden)) at the targets, temperature 1, or as the targets' rows are restricted. hidden:
     [rows, hidden]; returns float32 [M], and writes `targets.outside`.
 
-    With gradients and `recompute`, each chunk's logits are computed again in backward. Without, they are all kept.
+    With gradients and `recompute`, no chunk's logits are kept for the backward: they are computed again there, or have
+    their gradient at once. Without, they are all kept.
     """
     with torch.no_grad():
         other, other_outside = _pair_logprobs(hidden, targets.other, lm_head, segment, recompute=False)
+    if recompute and torch.is_grad_enabled() and _is_known_at_once(targets, lm_head):
+        matrices = segment.pairs.get(lm_head.name, ())
+        return targets.of_entries(
+            torch.cat([_AtOnce.apply(hidden, other, targets, lm_head, segment, *matrices), other])
+        )
     trained, outside = _pair_logprobs(hidden, targets.trained, lm_head, segment, recompute=recompute)
     if targets.outside is not None:
-        targets.outside.copy_(torch.cat([*outside, *other_outside]).index_select(0, targets.entries))
-    return torch.cat([trained, other]).index_select(0, targets.entries)
+        targets.outside.copy_(targets.of_entries(torch.cat([*outside, *other_outside])))
+    return targets.of_entries(torch.cat([trained, other]))
+
+
+def _is_known_at_once(targets: Targets, lm_head: OutputLayer) -> bool:
+    """Whether a chunk's gradients can be computed with its logprobs, before the backward. Not where the loss needs all
+    logprobs, or may change its gradient afterwards; not where targets are restricted; and not where the layer's own
+    weight is trained, whose gradients several segments add up."""
+    is_frozen = not any(parameter.requires_grad for parameter in lm_head.base.parameters())
+    return targets.gradients is not None and targets.outside is None and is_frozen
 
 
 def values_of(hidden: Tensor, segment: LoraSegment) -> Tensor:
@@ -225,60 +310,95 @@ def values_of(hidden: Tensor, segment: LoraSegment) -> Tensor:
     return (torch.mv(hidden.float(), weight[0]) + bias).index_select(0, segment.value_rows)
 
 
-def _rows_of_a_chunk(lm_head: OutputLayer) -> int:
-    return max(1, LOGITS_BYTES // (4 * lm_head.base.out_features))
-
-
 def _pair_logprobs(
     hidden: Tensor, targets: RowTargets, lm_head: OutputLayer, segment: LoraSegment, *, recompute: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """float32 [pairs]; of each chunk with a restriction which pairs are outside of it, bool. Of several chunks the
     gradients of an adapter's pair, or of a stack's, are added in float32."""
-    count = _rows_of_a_chunk(lm_head)
-    total = len(targets.rows)
-    matrices = segment.pairs.get(lm_head.name, ()) if total > count else ()
+    count = lm_head.rows_of_a_chunk
+    matrices = segment.pairs.get(lm_head.name, ()) if len(targets.rows) > count else ()
     reused = [Reused(matrix) for matrix in matrices]
 
-    def logprobs(
-        rows: Tensor, owners: Tensor, ids: Tensor, of_chunk: LoraSegment, restriction: Restriction | None
-    ) -> tuple[Tensor, ...]:
-        if reused:
-            lora_a, lora_b = reused
-            of_chunk = replace(of_chunk, pairs={lm_head.name: (lora_a.use(), lora_b.use())})
-        logits = lm_head.for_segment(rows, of_chunk).float()
-        if restriction is None:
-            return (_LogSoftmaxAt.apply(logits, owners, ids),)
-        return RestrictedLogSoftmaxAt.apply(logits, owners, ids, restriction)
+    def logprobs(rows: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
+        of_chunk = chunk.segment(segment, [matrix.use() for matrix in reused], lm_head.name)
+        return _chunk_logprobs(rows, chunk, lm_head, of_chunk)
 
     parts = [hidden.new_empty(0, dtype=torch.float32)]
     outside: list[Tensor] = []
-    for start in range(0, total, count):
-        stop = min(start + count, total)
-        first, last = np.searchsorted(targets.owners, [start, stop])
-        owners = torch.from_numpy(targets.owners[first:last] - start).to(hidden.device)
-        chosen = targets.rows[start:stop]
-        restriction = None if targets.restriction is None else targets.restriction.of_rows(start, stop)
-        is_all = restriction is None and len(chosen) == len(hidden)
-        rows = hidden if is_all else hidden.index_select(0, chosen)
-        arguments = (rows, owners, targets.ids[first:last], _on_rows(segment, chosen), restriction)
+    for chunk in targets.chunks(count):
+        rows = chunk.of_hidden(hidden)
         if torch.is_grad_enabled() and recompute:
-            found = checkpoint(logprobs, *arguments, use_reentrant=False, preserve_rng_state=False)
+            found = checkpoint(logprobs, rows, chunk, use_reentrant=False, preserve_rng_state=False)
         else:
-            found = logprobs(*arguments)
+            found = logprobs(rows, chunk)
         parts.append(found[0])
         outside += found[1:]
     return torch.cat(parts), outside
 
 
-def _on_rows(segment: LoraSegment, chosen: Tensor) -> LoraSegment:
-    """The segment with the ends of its adapters among the `chosen` rows, which ascend."""
-    if segment.ends is None:
-        return segment
-    return replace(segment, ends=torch.searchsorted(chosen, segment.ends, out_int32=True))
+def _chunk_logprobs(rows: Tensor, chunk: Chunk, lm_head: OutputLayer, segment: LoraSegment) -> tuple[Tensor, ...]:
+    """The logprobs of the chunk's pairs, float32; with a restriction also which are outside of it, bool. rows: the
+    chunk's, [n, hidden]."""
+    logits = lm_head.for_segment(rows, segment)
+    if chunk.restriction is not None:
+        return RestrictedLogSoftmaxAt.apply(logits.float(), chunk.owners, chunk.ids, chunk.restriction)
+    if lm_head.in_kernels:
+        return (_log_softmax_in_kernels(logits, chunk.owners, chunk.ids),)
+    return (_LogSoftmaxAt.apply(logits.float(), chunk.owners, chunk.ids),)
 
 
-class _LogSoftmaxAt(torch.autograd.Function):
-    """log softmax(logits)[owners, ids], without a copy of the logits: backward makes their gradient in their place.
+def _log_softmax_in_kernels(logits: Tensor, owners: Tensor, ids: Tensor) -> Tensor:
+    from skyrl.trainer.kernels.logprobs import LogSoftmaxAt  # imports triton, which a CPU's torch lacks
+
+    return LogSoftmaxAt.apply(logits, owners, ids)
+
+
+class _AtOnce(Function):
+    """The logprobs of trained pairs, float32 [pairs], with the gradients of hidden and of the layer's matrices computed
+    beside them: each chunk's logits are used for both and freed. Two products with the vocabulary instead of three.
+
+    hidden: [rows, hidden]; other: the logprobs of `targets.other`; matrices: of an adapter's pair for the layer, or of
+    a stack's, or none. Their gradients over several chunks are added in float32. The backward gives these gradients,
+    whatever it gets: a caller that changes the gradient which `targets.gradients` says must not use this.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        other: Tensor,
+        targets: Targets,
+        lm_head: OutputLayer,
+        segment: LoraSegment,
+        *matrices: Tensor,
+    ) -> Tensor:
+        of_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        sums: list[Tensor] = []
+        logprobs = torch.cat([other.new_zeros(len(targets.trained.ids)), other])
+        for chunk in targets.trained.chunks(lm_head.rows_of_a_chunk):
+            rows = chunk.of_hidden(hidden).detach().requires_grad_(of_hidden is not None)
+            leaves = [matrix.detach().requires_grad_() for matrix in matrices]
+            with torch.enable_grad():
+                (found,) = _chunk_logprobs(rows, chunk, lm_head, chunk.segment(segment, leaves, lm_head.name))
+            logprobs[chunk.pairs] = found.detach()
+            wanted = leaves if of_hidden is None else [*leaves, rows]
+            own = [*torch.autograd.grad(found, wanted, targets.pair_gradients(logprobs)[chunk.pairs])]
+            if of_hidden is not None:
+                of_hidden.index_add_(0, chunk.rows, own.pop())
+            sums = [total.float().add_(each) for total, each in zip(sums, own, strict=True)] if sums else own
+        ctx.gradients = of_hidden, [total.to(matrix.dtype) for total, matrix in zip(sums, matrices, strict=True)]
+        return logprobs[: len(targets.trained.ids)]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden, of_matrices = ctx.gradients
+        del ctx.gradients
+        return of_hidden, None, None, None, None, *of_matrices
+
+
+class _LogSoftmaxAt(Function):
+    """log softmax(logits)[owners, ids], without a copy of the logits: forward makes their exponentials in their place,
+    and backward their gradient. The norms have the bits of `torch.logsumexp`, which makes a copy.
 
     logits: float32 [rows, vocabulary], which nothing else reads; owners, ids: int64 [pairs], no pair twice. With
     p = softmax(logits) and the outputs' gradient g, the logits' gradient is -p_ij (sum of g over row i's pairs), plus g
@@ -287,15 +407,18 @@ class _LogSoftmaxAt(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, owners: Tensor, ids: Tensor) -> Tensor:
-        norms = logits.logsumexp(1)
-        ctx.save_for_backward(logits, norms, owners, ids)
-        return logits[owners, ids] - norms[owners]
+        of_pairs = logits[owners, ids]
+        largest = logits.amax(1)
+        largest.masked_fill_(largest.isinf(), 0)
+        sums = logits.sub_(largest[:, None]).exp_().sum(1)
+        ctx.save_for_backward(logits, sums, owners, ids)
+        return of_pairs - (sums.log() + largest)[owners]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
-        logits, norms, owners, ids = ctx.saved_tensors
-        of_row = torch.zeros_like(norms).index_add_(0, owners, gradient)
-        result = logits.sub_(norms[:, None]).exp_().mul_(-of_row[:, None])
-        result.view(-1).index_add_(0, owners * logits.shape[1] + ids, gradient)
+        exponentials, sums, owners, ids = ctx.saved_tensors
+        of_row = torch.zeros_like(sums).index_add_(0, owners, gradient)
+        result = exponentials.mul_(-(of_row / sums)[:, None])
+        result.view(-1).index_add_(0, owners * exponentials.shape[1] + ids, gradient)
         return result, None, None

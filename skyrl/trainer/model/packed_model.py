@@ -21,7 +21,7 @@ from skyrl.trainer.attention.indexers import Indexing
 from skyrl.trainer.attention.packed_attention import AttentionCall, recorded_calls
 from skyrl.trainer.experts.layers import OWN_PRODUCTS, MultiLoraExperts
 from skyrl.trainer.experts.routing import Routing, mixture_of, routers_of
-from skyrl.trainer.kernels.fused_norms import in_torch
+from skyrl.trainer.kernels.between import Between
 from skyrl.trainer.lora.adapter import Target
 from skyrl.trainer.lora.linear import ActiveSegments, LoraSegment, MultiLoraLinear, keep_less
 from skyrl.trainer.model import layer_pieces
@@ -211,12 +211,17 @@ class PackedModel(nn.Module):
     recomputation: Recomputation | None = None
     reach: int
     """How many rows before it a recurrent layer's convolution reads; 0 for a model without such layers."""
+    logits_bytes: int | None = None
+    """`OutputLayer.chunk_bytes`."""
+    logprobs_in_kernels: bool = False
+    """Whether Triton kernels read the logits (`kernels.logprobs`)."""
 
     def __init__(self, model: Any, *, mlp_of_mixtures: bool = False) -> None:
         """Adapters can also train a mixture's experts, and the MLPs of its other layers. If they cannot, that is an
         error with `mlp_of_mixtures` alone."""
         super().__init__()
         self.active = ActiveSegments()
+        self._varlen = False
         routers = routers_of(model)
         self.routing = Routing(routers)
         self.mixture = mixture_of(routers)
@@ -245,7 +250,12 @@ class PackedModel(nn.Module):
     @property
     def lm_head(self) -> OutputLayer:
         linear = next(linear for name, linear in self.linears.items() if name.rsplit(".", 1)[-1] == "lm_head")
-        return OutputLayer(linear.for_segment, linear.base, self.transform, linear.name)
+        return self._output_layer(linear.for_segment, linear.base, linear.name)
+
+    def _output_layer(
+        self, linear: Callable[[Tensor, LoraSegment], Tensor], base: nn.Linear, name: str = ""
+    ) -> OutputLayer:
+        return OutputLayer(linear, base, self.transform, name, self.logits_bytes, self.logprobs_in_kernels)
 
     @property
     def transform(self) -> LogitTransform:
@@ -255,13 +265,15 @@ class PackedModel(nn.Module):
     def decoder_layers(self) -> nn.ModuleList:
         return self.model.get_decoder().layers
 
-    def use_own_kernels(self, *, frozen: bool = True) -> None:
-        """From now on attention takes packed rows, and experts compute with `expert_product`. Plain decoder layers of a
-        `frozen` model compute in pieces. On a CPU other gated MLPs keep less; on a GPU the products that they compute
-        again would cost the host more than they are worth."""
+    def use_own_kernels(self, *, varlen: bool = False, between: Between | None = None) -> None:
+        """From now on attention takes packed rows, with `varlen` in sequences, and experts compute with
+        `expert_product`. With `between`, plain decoder layers compute in pieces with these functions; weights then get
+        no gradient. On a CPU other gated MLPs keep less; on a GPU the products that they compute again would cost the
+        host more than they are worth."""
+        self._varlen = varlen
         self.model.set_attn_implementation(packed_attention.NAME)
-        if frozen:
-            layer_pieces.install(self.decoder_layers, in_torch(next(self.model.parameters()).device))
+        if between is not None:
+            layer_pieces.install(self.decoder_layers, between)
         if next(self.model.parameters()).device.type == "cpu":
             keep_less(self.model)
         if self.mixture is not None:
@@ -353,7 +365,9 @@ class PackedModel(nn.Module):
         if self.reach:
             recomputed = self.recomputation is not None and self.recomputation.recomputes
             layout[recurrent.ROWS] = recurrent.PackedRows.of(slices, self.reach, recomputed=recomputed)
-        groups = slices[0].part or packed_attention.PackedGroups([packed.groups for packed in slices])
+        groups = slices[0].part or packed_attention.PackedGroups(
+            [packed.groups for packed in slices], varlen=self._varlen
+        )
         if self.indexing.any:
             recomputed = self.recomputation is not None and self.recomputation.recomputes
             layout["attention_mask"] = self.indexing.masks(groups, recomputed=recomputed)

@@ -20,7 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from skyrl.base.config.pass_memory import FULL_BYTES, ON_CPU, ON_CUDA, rows_within
+from skyrl.base.config.pass_memory import (
+    FULL_BYTES,
+    LOGITS_CHUNKS,
+    ON_CPU,
+    ON_CUDA,
+    logits_bytes_on_cuda,
+    rows_within,
+)
 from skyrl.base.config.server import ServerConfig
 from skyrl.base.types.weights import LoraSpec
 from skyrl.runtime.processes.host_resources import limit_bytes
@@ -94,18 +101,33 @@ class BudgetSettings:
         recomputation = packed.recomputation
         assert recomputation is not None
         device, of_row = next(packed.parameters()).device, recomputation.bytes_of_row
-        later = FULL_BYTES * numel if self.full else 0
         if device.type == "cuda":
-            memory, bounds = self._of_device(recomputation, device) - later, ON_CUDA
+            memory = self._beside_model(packed, numel)
+            memory, bounds = memory - LOGITS_CHUNKS * logits_bytes_on_cuda(memory), ON_CUDA
             found = f"measured {of_row / 1e6:.2f} MB a row, {memory / 1e9:.1f} GB of the GPU free"
         else:
-            memory, bounds = limit_bytes() / ranks - max(held, later), ON_CPU
+            memory, bounds = limit_bytes() / ranks - max(held, self._later(numel)), ON_CPU
             found = f"about {of_row / 1e6:.2f} MB a row, {memory / 1e9:.1f} GB of memory beside the model"
         return RowBudget(rows_within(memory, of_row, bounds), found)
 
+    def logits_bytes(self, packed: PackedModel, numel: int) -> int | None:
+        """Of a chunk of float32 logits on CUDA, for a loaded model, of which this rank holds `numel` parameters."""
+        if next(packed.parameters()).device.type != "cuda":
+            return None
+        return logits_bytes_on_cuda(self._beside_model(packed, numel))
+
+    def _later(self, numel: int) -> int:
+        """Bytes that training takes later for the model's own parameters."""
+        return FULL_BYTES * numel if self.full else 0
+
+    def _beside_model(self, packed: PackedModel, numel: int) -> float:
+        """Bytes of the GPU that a micro-batch can have, logits and all. vLLM starts beside the trainer, so its share
+        may look free now, or be taken though vLLM gives it back later."""
+        recomputation, device = packed.recomputation, next(packed.parameters()).device
+        assert recomputation is not None
+        return self._of_device(recomputation, device) - self._later(numel)
+
     def _of_device(self, recomputation: Recomputation, device: torch.device) -> float:
-        """Bytes of the GPU that a micro-batch can have. vLLM starts beside the trainer, so its share may look free
-        now, or be taken though vLLM gives it back later."""
         total = torch.cuda.get_device_properties(device).total_memory
         own = (1 - self.of_samplers) * total - torch.cuda.memory_allocated(device)
         return own if self.takes_turns else min(own, recomputation.free())

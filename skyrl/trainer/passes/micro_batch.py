@@ -1,8 +1,8 @@
 """Micro-batches: what the model gets of their items, and their losses with the inputs.
 
-One copy takes the inputs of all losses to the device. Losses of one kind are computed at once, for all passes of a
-micro-batch. Knows which inputs a loss has. Knows nothing of
-formulas, of the model or of adapters.
+One copy takes the inputs of all losses to the device, and one what the model computes from. Losses of one kind are
+computed at once, for all passes of a micro-batch. Knows which inputs a loss has. Knows nothing of formulas, of the
+model or of adapters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from skyrl.trainer.custom_loss.loss import DatumLosses
-from skyrl.trainer.device import uploaded
+from skyrl.trainer.device import HOST, moved, uploaded
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.losses import Loss, LossInputs, LossValue, loss_config
 from skyrl.trainer.model.logprobs import Targets
@@ -236,20 +236,24 @@ class MicroBatch:
         """Without adapters' matrices. `seen`: the pictures of each slice. `parts`: consecutive slices that make a
         segment; None: each slice makes one."""
         losses = losses_of(batch, device, joined=parts is not None)
-        made = MicroBatch(parts=parts or [range(number, number + 1) for number in range(len(batch))], losses=losses)
+        parts = parts or [range(number, number + 1) for number in range(len(batch))]
+        packed: list[packing.PackedItem] = []
         for piece, pictures in zip(batch, seen, strict=True):
             layout = lay_out(piece.running.tree, piece.indices)
-            start = made.packed[-1].stop if made.packed else 0
-            made.packed.append(packing.pack(piece.data, layout, start, device, pictures))
-        for part in made.parts:
-            slices, packed = batch[part.start : part.stop], made.packed[part.start : part.stop]
-            start, stop = packed[0].start, packed[-1].stop
+            start = packed[-1].stop if packed else 0
+            packed.append(packing.pack(piece.data, layout, start, HOST, pictures))
+        targets: list[Targets] = []
+        segments: list[LoraSegment] = []
+        for part in parts:
+            slices, own = batch[part.start : part.stop], packed[part.start : part.stop]
+            start, stop = own[0].start, own[-1].stop
             arrays = [datum.loss_inputs["target_tokens"] for piece in slices for datum in piece.data]
-            rows_of = [rows + (each.start - start) for each in packed for rows in each.layout.rows_of]
+            rows_of = [rows + (each.start - start) for each in own for rows in each.layout.rows_of]
             trained = np.concatenate([trained_entries(each) for piece in slices for each in piece.parts])
-            made.targets.append(Targets.of(arrays, rows_of, trained, device, scorings_of(slices)))
-            made.segments.append(LoraSegment(start, stop, 1.0))
-        return made
+            targets.append(Targets.of(arrays, rows_of, trained, HOST, scorings_of(slices)))
+            segments.append(LoraSegment(start, stop, 1.0))
+        there: list[Any] = moved([*packed, *targets], device)
+        return MicroBatch(there[: len(packed)], there[len(packed) :], segments, parts, losses)
 
 
 def look_at(tower: VisionTower | None, piece: MicroBatchItem) -> Mapping[str, Seen]:

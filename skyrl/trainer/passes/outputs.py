@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from skyrl.trainer.collectives import gathered
+from skyrl.trainer.device import uploaded
 from skyrl.trainer.lora.adapter import Buffers
 from skyrl.trainer.rows.packing import PackedItem
 from skyrl.trainer.shares import SequencePart
@@ -70,5 +72,4 @@ def value_rows_of(model: Buffers, packed: PackedItem) -> Tensor | None:
     """`LoraSegment.value_rows` of a slice."""
     if not model.has_value_head:
         return None
-    rows = torch.cat([torch.from_numpy(rows) for rows in packed.layout.rows_of])
-    return rows.to(model.device)
+    return uploaded([np.concatenate(packed.layout.rows_of)], model.device)[0]

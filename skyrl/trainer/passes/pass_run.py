@@ -107,11 +107,13 @@ class ShareResult:
 
 @dataclass
 class PassRun(ABC):
-    """Sequences that train one model, with one gradient. `gradient`: the sum over finished slices, flat, float32.
-    `model`: the Adapter or the FullParameters; None where passes are only planned."""
+    """Sequences that train one model, with one gradient. `gradient`: the sum over slices so far, flat, float32.
+    `has_finite_norm`: of the whole gradient; None: not known yet. `model`: the Adapter or the FullParameters; None
+    where passes are only planned."""
 
     model: Any
     gradient: Tensor | None = field(default=None, init=False)
+    has_finite_norm: bool | None = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
 
     joins_passes: ClassVar[bool] = False
@@ -411,17 +413,17 @@ def _joined(members: Sequence[SinglePassRun]) -> JoinedPasses | None:
 
 def have_finite_norms(finished: Sequence[PassRun], device: torch.device) -> list[bool]:
     """Whether the norm of each gradient is finite, as the optimizer's step asks; True without a gradient. One whose
-    norm cannot be computed fails."""
-    gradients = [each.gradient for each in finished if each.gradient is not None]
-    if not gradients:
-        return [True] * len(finished)
+    norm cannot be computed fails. Waits for the device only for norms that are not known."""
+    unknown = [each for each in finished if each.gradient is not None and each.has_finite_norm is None]
     try:
-        of_each = torch._foreach_norm(gradients)  # type: ignore[attr-defined]
-        norms = iter(torch.stack(of_each).tolist())
+        if unknown:
+            of_each = torch._foreach_norm([each.gradient for each in unknown])  # type: ignore[attr-defined]
+            for each, norm in zip(unknown, torch.stack(of_each).tolist(), strict=True):
+                each.has_finite_norm = math.isfinite(norm)
     except Exception as error:  # the outcome of one pass; others go on
         failure = failure_of(error, device)
     else:
-        return [each.gradient is None or math.isfinite(next(norms)) for each in finished]
+        return [each.gradient is None or each.has_finite_norm is not False for each in finished]
     if len(finished) > 1:
         return [is_finite for each in finished for is_finite in have_finite_norms([each], device)]
     finished[0].fail(failure)

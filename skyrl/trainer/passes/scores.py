@@ -1,6 +1,7 @@
 """The losses of a micro-batch and their gradients with respect to the model's outputs, and each part's sums.
 
-All of it stays on the device until one copy takes what the host needs. Knows how losses are grouped. Knows nothing of
+All of it is computed on the device, and one copy takes what the host needs. The host may read that later, when it has
+started other work. Knows how losses are grouped. Knows nothing of
 formulas, of the model or of adapters.
 """
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from skyrl.trainer.critic import MASK
 from skyrl.trainer.custom_loss.loss import METRIC, custom_sums
-from skyrl.trainer.device import failure_of, read_back
+from skyrl.trainer.device import HostCopy, failure_of
 from skyrl.trainer.losses import LossValue
 from skyrl.trainer.passes.micro_batch import LossGroup, MicroBatchLosses, own_entries, places_of_values
 from skyrl.trainer.passes.pass_run import PartScore, PassShare
@@ -146,14 +147,33 @@ class Scores:
             gradient = torch.empty_like(gradient).index_copy_(0, losses.order, gradient)
         return Scores(logprobs, sums, gradient, errors, values, value_gradient)
 
-    def read(self) -> list[PartScore]:
-        """Of each part, in the order of the micro-batch. Waits for the device once."""
+    def sent(self) -> SentScores:
+        """The same on its way to the host, which does not wait."""
         if not self.sums and not self.errors:
-            return []
+            return SentScores((), {}, 0, None)
         of_heads = [] if self.values is None else [self.values]
         arrays = [self.logprobs, *self.outside, *of_heads]
-        numbers, (logprobs, *others) = read_back([each.numbers for each in self.sums], arrays)
-        outside, values = others[: len(self.outside)], others[len(self.outside) :]
+        copy = HostCopy([each.numbers for each in self.sums], arrays)
+        return SentScores(self.sums, self.errors, len(self.outside), copy)
+
+
+@dataclass(frozen=True)
+class SentScores:
+    """The scores of a micro-batch that the host has not read yet. It holds what losses are computed from and the
+    copied numbers, a few for each target, and nothing of the model's layers. outside: how many arrays of
+    `Scores.outside`. `copy`: None for a micro-batch without parts."""
+
+    sums: Sequence[GroupSums]
+    errors: Mapping[int, tuple[PassShare, Exception]]
+    outside: int
+    copy: HostCopy | None
+
+    def read(self) -> list[PartScore]:
+        """Of each part, in the order of the micro-batch. Waits until the device has computed them."""
+        if self.copy is None:
+            return []
+        numbers, (logprobs, *others) = self.copy.read()
+        outside, values = others[: self.outside], others[self.outside :]
         found: list[tuple[int, PassShare, Tally, bool, Exception | None]] = [
             (number, part, tally, counts, None)
             for each, own in zip(self.sums, numbers, strict=True)

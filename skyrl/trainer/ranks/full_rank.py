@@ -25,7 +25,7 @@ from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.passes.micro_batch import MicroBatch
 from skyrl.trainer.passes.pass_run import MicroBatchItem, PassRun
 from skyrl.trainer.protocol import InvalidRequest
-from skyrl.trainer.ranks.plan import Plan, RankShare
+from skyrl.trainer.ranks.plan import Plan
 from skyrl.trainer.ranks.rank import BaseFacts, RankBase, RankSettings
 from skyrl.trainer.ranks.sharded_model import ModelForm, local_of
 from skyrl.trainer.vision import Seen
@@ -64,6 +64,7 @@ class FullRank(RankBase):
         self._model_in_training: tuple[str, FullParameters] | None = None
         self._views: Mapping[str, Tensor] = {}
         """Of the gradient of the running pass."""
+        self._running: PassRun | None = None
         self._loaded: dict[str, Tensor] = {}
         """What a load has brought so far, in main memory."""
         self._saved: list[tuple[str, FullParameters]] = []
@@ -123,18 +124,13 @@ class FullRank(RankBase):
     def _begin(self, running: PassRun) -> None:
         running.gradient = on_all_or_none(running.model.zeros, self.device)
         self._views = running.model.views(running.gradient)
-
-    def _run_round(
-        self, running: Mapping[int, PassRun], batches: Sequence[Sequence[RankShare]], *, backward: bool
-    ) -> None:
-        super()._run_round(running, batches, backward=backward)
-        if self.alone and any(each.error is not None for each in running.values()):
-            self._views = {}  # else the gradient that the pass has dropped stays in memory until the pass ends
+        self._running = running
 
     def _finish(self, completed: Mapping[int, PassRun], plan: Plan, *, backward: bool) -> None:
         super()._finish(completed, plan, backward=backward)
-        if completed:
-            self._views = {}
+        has_failed = self.alone and self._running is not None and self._running.error is not None
+        if completed or has_failed:  # else the gradient that the pass has dropped stays in memory until the pass ends
+            self._views, self._running = {}, None
 
     def _of_items(
         self, items: Sequence[MicroBatchItem], seen: Sequence[Mapping[str, Seen]], *, backward: bool

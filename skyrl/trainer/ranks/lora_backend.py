@@ -101,7 +101,8 @@ class InThisProcess:
         self.rank = rank
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        with command_on(self.rank.device, waits=True):
+        # These two wait for the numbers that they return. Sums are left then, and a step in memory that exists
+        with command_on(self.rank.device, waits=method not in ("run", "optim_step")):
             return [self.rank.answer(method, arguments)]
 
     def call_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
@@ -138,6 +139,8 @@ def rank_settings(config: ServerConfig) -> RankSettings:
         takes_pictures(config),
         BudgetSettings.of(config),
         trainer.keep_quantized,
+        trainer.attention == "varlen",
+        trainer.kernels,
     )
 
 

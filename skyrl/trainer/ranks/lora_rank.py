@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -33,16 +33,18 @@ from skyrl.trainer.collectives import (
     summed_in_rank_order,
     total_norm,
 )
-from skyrl.trainer.device import base_dtype, command_on
+from skyrl.trainer.device import base_dtype, command_on, uploaded
 from skyrl.trainer.experts.layers import ExpertExchange
 from skyrl.trainer.lora.adapter import Adapter, Target, whole_shapes
 from skyrl.trainer.lora.linear import LoraSegment, groups_adapters
 from skyrl.trainer.lora.stack import AdapterStack, grouped_rank
 from skyrl.trainer.model.packed_model import PackedModel, trained_targets
 from skyrl.trainer.model.row_budget import RowBudget
+from skyrl.trainer.passes.entry_gradients import with_gradients
 from skyrl.trainer.passes.micro_batch import MicroBatch
 from skyrl.trainer.passes.outputs import value_rows_of
-from skyrl.trainer.passes.pass_run import ItemResult, MicroBatchItem, PassRun, ShareResult
+from skyrl.trainer.passes.pass_run import MicroBatchItem, PassRun, ShareResult
+from skyrl.trainer.passes.started import StartedBatch
 from skyrl.trainer.protocol import InvalidRequest, TrainingPass
 from skyrl.trainer.ranks.plan import Plan, RankShare
 from skyrl.trainer.ranks.rank import BaseFacts, RankBase, RankSettings
@@ -130,7 +132,7 @@ class LoraRank(RankBase):
     ) -> MicroBatch:
         """Each item gets its own leaves of its adapter's weights."""
         parts = together(items) if self.alone and groups_adapters(self.device) else None
-        made = MicroBatch.of(items, seen, self.device, parts)
+        made = with_gradients(MicroBatch.of(items, seen, self.device, parts), items)
         dtype = base_dtype(self.device)
         for index, part in enumerate(made.parts):
             of_part, packed = items[part.start : part.stop], made.packed[part.start : part.stop]
@@ -256,7 +258,7 @@ class ExpertRank(LoraRank):
         *,
         backward: bool,
         part: SequencePart | None = None,
-    ) -> list[ItemResult]:
+    ) -> StartedBatch:
         """A piece's slot is its place in the plan: the other ranks know whose rows these are. `items` may lack some of
         the plan's."""
         if part is not None:
@@ -400,9 +402,10 @@ def segment_of(
     if len(slices) == 1:
         rows = value_rows_of(adapters[0], packed[0])
         return LoraSegment.of(start, stop, adapters[0], adapters[0].leaves(backward, dtype), rows)
-    ends = torch.tensor([*accumulate(each.stop - each.start for each in packed)], dtype=torch.int32)
+    ends = np.cumsum([each.stop - each.start for each in packed], dtype=np.int32)
     stack = AdapterStack(adapters)
-    return LoraSegment(start, stop, 1.0, stack.leaves(backward, dtype), ends.to(adapters[0].device), stack)
+    (on_device,) = uploaded([ends], adapters[0].device)
+    return LoraSegment(start, stop, 1.0, stack.leaves(backward, dtype), on_device, stack)
 
 
 def item_gradients(

@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from skyrl.base.config.backend import Kernels
 from skyrl.base.config.server import ConfigError
+from skyrl.trainer.attention.varlen import usable_on
 from skyrl.trainer.collectives import SumInRankOrder, failed_anywhere
 from skyrl.trainer.device import HOST, align, base_dtype
 from skyrl.trainer.experts.layers import ExpertExchange
@@ -28,6 +30,8 @@ from skyrl.trainer.files.config import LOADING_ERRORS, read_config
 from skyrl.trainer.files.model_files import FileTensor, Rows, file_tensors, stored_parameters
 from skyrl.trainer.files.tensor_files import INDEX, ONE_FILE, StoredWeights, weight_files
 from skyrl.trainer.full.full_model import check_all_trained
+from skyrl.trainer.kernels.between import Between
+from skyrl.trainer.kernels.fused import between_for
 from skyrl.trainer.model.base_model import BaseModel, check_config, fuse_norms, fuses_norms
 from skyrl.trainer.model.loading import TOWER, check_quantized, check_weights, detach_vision, load_model, model_class
 from skyrl.trainer.model.packed_model import PackedModel
@@ -210,11 +214,14 @@ def load_sharded_model(
     *,
     gradient_checkpointing: Setting,
     pictures: bool = True,
+    varlen: bool = False,
+    kernels: Kernels = "torch",
     agree: Callable[[Exception | None], None],
 ) -> ShardedModel:
     """Load this rank's rows of the base model; all of it without `mesh`. Every rank calls this at the same time.
     `pictures`: whether a model that sees keeps its vision tower: every rank holds all of it, because each computes the
-    pictures of its own pieces.
+    pictures of its own pieces. `varlen`: attention is that of `attention.varlen`, if this version of torch has it.
+    `kernels`: what computes between the products of plain layers.
 
     No rank ever holds the whole model: the parameters of one decoder layer, or those outside the layers, are the most
     that a rank gathers. Each decoder layer is gathered for itself; embeddings, final norm and output layer together,
@@ -226,12 +233,15 @@ def load_sharded_model(
     A weight that is kept quantized is read, held and gathered in the files' stored tensors (`kept_weights`).
 
     Raises ConfigError: the path has no causal language model (`load_model`), or the model has layers that cannot be
-    trained, position embeddings that depend on the batch, or other logits on packed rows than in transformers. With
-    `mesh` also for a model without safetensors files.
+    trained, position embeddings that depend on the batch, or other logits on packed rows than in transformers; the
+    device cannot do `varlen` or `kernels`. With `mesh` also for a model without safetensors files.
     """
     failure: Exception | None = None
     loaded: ShardedModel | None = None
+    between: Between | None = None
     try:
+        varlen = varlen and usable_on(device)
+        between = None if form.trained else between_for(kernels, device)
         if mesh is None:
             loaded = _load_whole(path, device, form, pictures=pictures)
         else:
@@ -251,7 +261,7 @@ def load_sharded_model(
     try:
         base.check_stock()
         expected = base.stock_logits()
-        packed.use_own_kernels(frozen=not form.trained)
+        packed.use_own_kernels(varlen=varlen, between=between)
         if not form.trained and fuses_norms(device):
             fuse_norms(packed)
         if loaded.exchange is not None:

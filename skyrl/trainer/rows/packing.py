@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from skyrl.trainer.device import HOST, moved, uploaded
 from skyrl.trainer.protocol import Datum
 from skyrl.trainer.rows.prefixes import Layout, bundled, experts_of, lay_out, prefix_tree, similar
 from skyrl.trainer.shares import SequencePart
@@ -51,14 +52,15 @@ class PictureRows:
         chosen = torch.from_numpy(places[rows])
 
         def of_rows(parts: Sequence[Tensor]) -> Tensor:
-            return torch.cat(list(parts)).index_select(0, chosen).to(device)
+            return torch.cat(list(parts)).index_select(0, chosen)
 
-        return PictureRows(
-            torch.from_numpy(rows).to(device),
+        made = PictureRows(
+            torch.from_numpy(rows),
             of_rows([each.embeddings for each in looked]),
             tuple(of_rows(of_layer) for of_layer in zip(*(each.deepstack for each in looked), strict=True)),
-            torch.from_numpy(layout.of_rows([positions_of(datum, seen).T for datum in data]).T.copy()).to(device),
+            torch.from_numpy(layout.of_rows([positions_of(datum, seen).T for datum in data]).T.copy()),
         )
+        return moved([made], device)[0]
 
 
 def _places(datum: Datum, first: Mapping[str, int]) -> npt.NDArray[np.int64]:
@@ -164,16 +166,17 @@ def pack(
     tokens = layout.of_rows([datum.tokens for datum in data])
     positions = np.concatenate([segment.start + np.arange(segment.rows) for segment in layout.segments])
     experts = experts_of(data)
-    return PackedItem(
+    made = PackedItem(
         start=start,
         stop=start + len(tokens),
-        tokens=torch.from_numpy(tokens).to(device),
-        positions=torch.from_numpy(positions).to(device),
+        tokens=torch.from_numpy(tokens),
+        positions=torch.from_numpy(positions),
         groups=tuple(_groups(layout)),
         layout=layout,
-        experts=None if experts is None else torch.from_numpy(layout.of_rows(experts)).to(device),
-        pictures=PictureRows.of(data, layout, seen, device),
+        experts=None if experts is None else torch.from_numpy(layout.of_rows(experts)),
+        pictures=PictureRows.of(data, layout, seen, HOST),
     )
+    return moved([made], device)[0]
 
 
 def _groups(layout: Layout) -> Iterator[AttentionGroup]:
@@ -284,29 +287,38 @@ class _Piece:
         return len(self.own)
 
 
-def _pieces(slices: Sequence[Sequence[AttentionGroup]], window: int | None) -> Iterator[Any]:
+def placed(slices: Sequence[Sequence[AttentionGroup]]) -> Iterator[tuple[AttentionGroup, int, Rows]]:
+    """Each group, its first row, and the rows of its prefix, int64 [before]. slices: as for `Grids.of`."""
     start = 0
     for groups in slices:
         rows_of: list[Rows] = []
         for group in groups:
             ends = start + np.cumsum(group.pieces)
             rows_of += [np.arange(end - size, end) for end, size in zip(ends, group.pieces, strict=True)]
-            prefix = np.concatenate([np.empty(0, np.int64), *(rows_of[number] for number in group.prefix)])
-            if window is not None:
-                prefix = prefix[len(prefix) - min(len(prefix), window - 1) :]
-            together = bundled(group.count, group.longest, len(prefix)) if len(prefix) else 1
-            lengths = np.array(group.lengths)
-            lacking = -group.count % together
-            firsts = start + np.cumsum(lengths) - lengths
-            # a bundle that lacks segments is filled up with the last one
-            lengths, firsts = (np.pad(each, (0, lacking), mode="edge") for each in (lengths, firsts))
-            place = np.arange(group.longest)
-            own = firsts[:, None] + np.minimum(place, lengths[:, None] - 1)
-            real = place < lengths[:, None]
-            real[group.count :] = False
-            shape = Shape(group.longest, together, len(prefix))
-            yield shape, own.reshape(-1, shape.queries), prefix, None if real.all() else real.reshape(-1, shape.queries)
+            yield group, start, np.concatenate([np.empty(0, np.int64), *(rows_of[number] for number in group.prefix)])
             start = int(ends[-1])
+
+
+def in_window(prefix: Rows, window: int | None) -> Rows:
+    """The rows of a prefix that the first row after it sees."""
+    return prefix if window is None else prefix[len(prefix) - min(len(prefix), window - 1) :]
+
+
+def _pieces(slices: Sequence[Sequence[AttentionGroup]], window: int | None) -> Iterator[Any]:
+    for group, start, whole in placed(slices):
+        prefix = in_window(whole, window)
+        together = bundled(group.count, group.longest, len(prefix)) if len(prefix) else 1
+        lengths = np.array(group.lengths)
+        lacking = -group.count % together
+        firsts = start + np.cumsum(lengths) - lengths
+        # a bundle that lacks segments is filled up with the last one
+        lengths, firsts = (np.pad(each, (0, lacking), mode="edge") for each in (lengths, firsts))
+        place = np.arange(group.longest)
+        own = firsts[:, None] + np.minimum(place, lengths[:, None] - 1)
+        real = place < lengths[:, None]
+        real[group.count :] = False
+        shape = Shape(group.longest, together, len(prefix))
+        yield shape, own.reshape(-1, shape.queries), prefix, None if real.all() else real.reshape(-1, shape.queries)
 
 
 def _indices(pieces: Sequence[_Piece], device: torch.device) -> tuple[Indices, Indices]:
@@ -333,8 +345,15 @@ def _indices(pieces: Sequence[_Piece], device: torch.device) -> tuple[Indices, I
     rows = np.concatenate([np.arange(len(of_keys)), cells[copied]])
     firsts = np.searchsorted(np.sort(rows), np.arange(len(of_keys)))
     arrays = [np.concatenate(queries), of_queries, cells, of_keys, holders[np.argsort(rows, kind="stable")], firsts]
-    made = [torch.from_numpy(array).to(device) for array in arrays]
+    made = uploaded(arrays, device)
     return Indices(made[0], made[1]), Indices(made[2], made[3], (made[4], made[5]) if len(copied) else None)
+
+
+def sum_of_cells(cells: Tensor, holders: Tensor, firsts: Tensor) -> Tensor:
+    """[rows, ...]: for each row the sum of the cells [cells, ...] that hold it; 0 if none does. holders, firsts: as
+    `Indices.holders`. Adds cells of a row in their order, also on CUDA, where sums by index need a sort for that."""
+    of_rows = torch.nn.functional.embedding_bag(holders, cells.reshape(len(cells), -1), firsts, mode="sum")
+    return of_rows.view(-1, *cells.shape[1:])
 
 
 class IntoCells(torch.autograd.Function):
@@ -351,10 +370,7 @@ class IntoCells(torch.autograd.Function):
         indices: Indices = ctx.indices
         if indices.holders is None:
             return gradients[0].index_select(0, indices.places), None
-        # adds the cells of each row in their order, also on CUDA, where sums by index need a sort for that
-        flat = gradients[0].reshape(len(indices.cells), -1)
-        of_rows = torch.nn.functional.embedding_bag(indices.holders[0], flat, indices.holders[1], mode="sum")
-        return of_rows.view(-1, *gradients[0].shape[1:]), None
+        return sum_of_cells(gradients[0], *indices.holders), None
 
 
 class FromCells(torch.autograd.Function):

@@ -35,7 +35,9 @@ def test_numerics_come_first_and_the_longest_entry_decides() -> None:
 
 def test_a_run_that_was_cut_off_gives_the_rows_until_then(tmp_path: Path) -> None:
     figures = Figures(tmp_path / "figures.jsonl")
-    figures.add(where="NVIDIA H100", torch="2.11.0", cuda="13.0", python="3.12.3", day="2026-11-27")
+    figures.add(
+        where="NVIDIA H100", torch="2.11.0", cuda="13.0", python="3.12.3", day="2026-11-27", settings='{"a": 1}'
+    )
     figures.record("32 × 256: tokens/s", 8315.4)
     figures.record("32 × 256: tokens/s", 6180.2, "beside")
     figures.add(test="test_speed.py::test_06b_beside_peft", outcome="passed", seconds=40.0)
@@ -48,6 +50,7 @@ def test_a_run_that_was_cut_off_gives_the_rows_until_then(tmp_path: Path) -> Non
         made = section(read(file))
     assert "on NVIDIA H100, 2026-11-27: torch 2.11.0, CUDA 13.0, Python 3.12.3" in made
     assert "1 failed, 1 passed." in made
+    assert 'With `{"a": 1}`.' in made
     assert "Failed: `test_engine.py::test_x`." in made
     assert "| 32 × 256: tokens/s | 8,315 |  | 6,180 |" in made
     assert "| the same bits | no |  |  |" in made

@@ -202,7 +202,27 @@ def test_logits_take_the_memory_of_few_chunks_in_backward_too(monkeypatch: pytes
 def test_logits_that_are_not_recomputed_all_live_until_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shows that the test above can fail."""
     monkeypatch.setattr(logprobs_module, "checkpoint", lambda function, *arguments, **_: function(*arguments))
-    assert _peak_in_chunks(monkeypatch, "adapter") > 9
+    assert _peak_in_chunks(monkeypatch, "whole model") > 9
+
+
+@pytest.mark.parametrize("vocabulary", [VOCAB, 16_411])
+def test_logprobs_in_the_place_of_their_logits_have_the_bits_of_torchs_logsumexp(vocabulary: int) -> None:
+    """Also where logits are huge or minus infinity. Rows whose logits are not finite have torch's NaN and infinities,
+    and a gradient that is not finite."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, vocabulary, generator=generator) * 5
+    logits[1] *= 1e30
+    logits[2, 3:] = -torch.inf
+    logits[3], logits[4, 2], logits[5, 2] = -torch.inf, torch.inf, torch.nan
+    rows, ids = torch.arange(7), torch.tensor([0, 1, 2, 3, 2, 1, 4])
+    leaf = logits.clone().requires_grad_()
+    found = logprobs_module._LogSoftmaxAt.apply(leaf * 1, rows, ids)  # pyright: ignore[reportPrivateUsage]
+    expected = logits[rows, ids] - logits.logsumexp(1)
+    torch.testing.assert_close(found.detach(), expected, rtol=0, atol=0, equal_nan=True)
+    (gradient,) = torch.autograd.grad(found.sum(), leaf)
+    assert gradient.isfinite().all(1).tolist() == [True, True, True, False, False, False, True]
+    of_ids = torch.nn.functional.one_hot(ids, vocabulary)
+    torch.testing.assert_close(gradient[[0, 1, 2, 6]], (of_ids - logits.softmax(1))[[0, 1, 2, 6]])
 
 
 def test_padding_of_the_vocabulary_has_no_logits_and_hidden_states_are_divided() -> None:

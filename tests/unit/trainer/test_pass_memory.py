@@ -65,7 +65,8 @@ def test_a_layer_keeps_the_numbers_that_its_config_says(architecture: str, tmp_p
     expected = 4 * widths.layers * widths.kept_numbers(rank)
     shared = 4 * 4 * widths.queries // widths.heads + 4 * 64 * (architecture in FAMILIES)
     """Sines and cosines of positions, up to two of each, and a mask for windows, which layers share."""
-    assert expected <= kept <= expected + shared
+    of_last_norm = 4 * (2 * widths.hidden + 1)
+    assert expected <= kept <= expected + shared + of_last_norm
     assert _product_bytes(list(packed.decoder_layers)) == 4 * widths.layers * widths.products
     assert len(rank_of(backend).adapters["m"].weights) == widths.adapter_numbers(rank)
 
@@ -89,7 +90,7 @@ def test_micro_batches_have_the_rows_that_the_trainer_gives_them(monkeypatch: py
 def test_a_pass_takes_what_it_keeps_three_chunks_of_logits_and_four_buffers_of_the_adapter() -> None:
     passing = _passing()
     adapter = 4 * 32 * (24 * 22_912 + 896 + 151_936)
-    kept = 4 * 1024 * 24 * (4 * 896 + 2 + 4 * 896 // 2 + 4 * 128 // 2 + 14 + 2 * 4864 + 7 * 32)
+    kept = 4 * 1024 * 24 * (2 * 896 + 2 + 4 * 896 // 2 + 4 * 128 // 2 + 14 + 2 * 4864 + 7 * 32)
     assert passing.adapter == adapter
     assert passing.kept(1024) == kept
     assert passing.peak(1024, MUCH) == GAPS * kept + LOGITS_CHUNKS * LOGITS_BYTES + 4 * adapter

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch_lora_support import base_path, make_backend, make_full, ok, sft, spec, train
 
 from skyrl.base.config.loading import load_config
-from skyrl.base.config.pass_memory import ON_CPU, ON_CUDA, rows_within
+from skyrl.base.config.pass_memory import (
+    LOGITS_BYTES,
+    LOGITS_CHUNKS,
+    MOST_LOGITS_BYTES,
+    ON_CPU,
+    ON_CUDA,
+    logits_bytes_on_cuda,
+    rows_within,
+)
 from skyrl.trainer.model import recomputation, row_budget
 from skyrl.trainer.model.row_budget import BudgetSettings, RowBudget, measure_row
 from skyrl.trainer.ranks.full_backend import FullBackend
@@ -40,6 +50,33 @@ def test_the_rows_are_the_largest_power_of_two_that_keeps_its_share_of_the_memor
 def test_a_full_micro_batch_of_the_gpus_budget_is_not_recomputed_while_half_of_the_rest_is_free() -> None:
     """A third of the memory is less than half of what is left when adapters have taken a fourth of it."""
     assert ON_CUDA.share < recomputation.SHARE * 0.75
+
+
+def test_a_chunk_of_logits_on_cuda_has_two_thousand_rows_of_a_large_vocabulary_where_there_is_memory() -> None:
+    of_row = 4 * 151_936
+    assert 2000 < logits_bytes_on_cuda(60e9) // of_row < 2300, "80 GB, of which the model has 20"
+    assert 1000 < logits_bytes_on_cuda(22e9) // of_row < 1200, "24 GB"
+    assert logits_bytes_on_cuda(1e12) == MOST_LOGITS_BYTES
+    assert logits_bytes_on_cuda(1e9) == logits_bytes_on_cuda(-1.0) == LOGITS_BYTES
+
+
+@pytest.mark.parametrize("given", [None, 48])
+def test_on_cuda_rows_and_chunks_of_logits_share_what_the_model_leaves(
+    monkeypatch: pytest.MonkeyPatch, given: int | None
+) -> None:
+    """Half of 64 GB is a vLLM's, and 2 GB the model's. A number of rows that is given changes no chunk."""
+    cuda = SimpleNamespace(
+        get_device_properties=lambda _: SimpleNamespace(total_memory=64e9), memory_allocated=lambda _: 2e9
+    )
+    monkeypatch.setattr(row_budget, "torch", SimpleNamespace(cuda=cuda))
+    parameters = [SimpleNamespace(device=torch.device("cuda"))]
+    own = SimpleNamespace(free=lambda: 60e9, bytes_of_row=1e6)
+    packed: Any = SimpleNamespace(recomputation=own, parameters=lambda: iter(parameters))
+    settings = BudgetSettings(given, full=False, of_samplers=0.5, takes_turns=False)
+    chunk = int(30e9 / 32)
+    assert settings.logits_bytes(packed, 1) == logits_bytes_on_cuda(30e9) == chunk
+    rows = settings.of_model(packed, 1, 0).rows
+    assert rows == (given or rows_within(30e9 - LOGITS_CHUNKS * chunk, 1e6, ON_CUDA))
 
 
 def test_a_given_number_is_obeyed(caplog: pytest.LogCaptureFixture) -> None:

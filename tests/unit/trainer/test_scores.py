@@ -81,7 +81,7 @@ def _logprobs(slices: Sequence[MicroBatchItem]) -> Tensor:
 def _scored(slices: Sequence[MicroBatchItem], logprobs: Tensor, *, joined: bool) -> tuple[list[PartScore], Tensor]:
     scores = Scores.of(losses_of(slices, CPU, joined=joined), logprobs, backward=True)
     assert scores.gradient is not None
-    return scores.read(), scores.gradient
+    return scores.sent().read(), scores.gradient
 
 
 def _assert_same(one: Sequence[PartScore], other: Sequence[PartScore]) -> None:
@@ -191,7 +191,7 @@ def _slice(seed: int, *, clips: bool) -> tuple[MicroBatchItem, Tensor]:
 
 def _tally(piece: MicroBatchItem, lp: Tensor) -> Tally:
     scores = Scores.of(losses_of([piece], CPU, joined=False), lp, backward=False)
-    return scores.read()[0].tally
+    return scores.sent().read()[0].tally
 
 
 def _added(numbers: Iterable[float]) -> float:

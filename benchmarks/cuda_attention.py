@@ -1,0 +1,86 @@
+"""torch's attention as one operation forward and one backward, as CUDA's fused kernels have it, for tensors on the meta
+device: there torch would compute it of many others.
+
+Computes shapes alone. Knows nothing of what is counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+FORWARD, BACKWARD = "attention", "attention_backward"
+
+
+@torch.library.custom_op("skyrl_benchmarks::attention", mutates_args=())
+def _forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("only on the meta device")
+
+
+@_forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    output = torch.empty_like(query[..., : value.shape[-1]])
+    return output, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("skyrl_benchmarks::attention_backward", mutates_args=())
+def _backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    norms: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    raise NotImplementedError("only on the meta device")
+
+
+@_backward.register_fake
+def _(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    norms: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, mask, ctx.causal = inputs
+    ctx.set_materialize_grads(False)  # else zeros are made for the norms, which nothing reads
+    ctx.save_for_backward(query, key, value, *output, mask)
+
+
+def _gradient(ctx: Any, gradient: Tensor, of_norms: Tensor | None) -> tuple[Any, ...]:
+    return *_backward(gradient, *ctx.saved_tensors, ctx.causal), None, None
+
+
+_forward.register_autograd(_gradient, setup_context=_keep)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    return _forward(query, key, value, attn_mask, is_causal)[0]
+
+
+def attention_as_on_cuda() -> Any:
+    """A patch of torch's function."""
+    return patch.object(functional, "scaled_dot_product_attention", _attention)

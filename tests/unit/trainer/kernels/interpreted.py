@@ -1,0 +1,46 @@
+"""Own Triton kernels against plain torch and exact results, in Triton's interpreter: `test_triton_kernels` runs these
+tests in a process of their own, because `TRITON_INTERPRET=1` must be set before the first import of triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from between_cases import cases
+from triton_interpreter import round_as_a_gpu
+
+from skyrl.trainer.kernels.triton_kernels import IN_TRITON
+
+DTYPES = (torch.float32, torch.bfloat16)
+# exp(200) is infinite, and its inverse 0, as on a GPU
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    round_as_a_gpu(monkeypatch)
+
+
+@pytest.mark.parametrize(("n", "apart"), [(24, False), (96, True), (128, False), (320, True), (1000, True)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_errors_are_those_of_plain_torch(dtype: torch.dtype, n: int, apart: bool) -> None:
+    for case in cases(3, n, dtype, apart=apart):
+        case.check(IN_TRITON)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_is_computed_again_with_the_same_bits(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(4, 96).to(dtype), torch.randn(96).to(dtype)
+    y, rstd = IN_TRITON.rms_norm(x, weight, 1e-6)
+    assert torch.equal(IN_TRITON.normed(x, weight, rstd, 1e-6), y)
+
+
+def test_no_rows() -> None:
+    x = torch.empty(0, 96)
+    assert IN_TRITON.swiglu(x, x).shape == (0, 96)
+    assert IN_TRITON.rms_norm(x, torch.ones(96), 1e-6)[1].shape == (0,)
+
+
+def test_a_row_whose_elements_lie_apart_is_refused() -> None:
+    x = torch.ones(96, 4).t()
+    with pytest.raises(AssertionError, match="elements of a row lie apart"):
+        IN_TRITON.swiglu(x, x)
