@@ -118,6 +118,10 @@ def _of_training(config: ServerConfig) -> Iterator[str]:
             "trainer.keep_quantized: with trainer.full_finetuning weights change, and quantized ones cannot: leave out "
             "one of the two"
         )
+    if trainer.cuda_graphs and full:
+        yield (
+            "trainer.cuda_graphs: with trainer.full_finetuning layers do not run as graphs: leave out one of the two"
+        )
     if full and not modes.trains:
         yield f"trainer.full_finetuning: {NO_GATEWAYS}: leave it out beside backend 'none'"
     if full and not modes.manages_inference:

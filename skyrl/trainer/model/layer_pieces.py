@@ -24,15 +24,10 @@ from transformers import AttentionInterface
 
 from skyrl.trainer.kernels.between import IN_TORCH, Between
 from skyrl.trainer.lora.linear import ActiveSegments, MultiLoraLinear
-from skyrl.trainer.lora.products import (
-    Frozen,
-    Joined,
-    gradients,
-    input_gradient,
-    matrix_gradients,
-    of_low_ranks,
-    products,
-)
+from skyrl.trainer.lora.products import Frozen, Joined
+from skyrl.trainer.model import layer_functions
+from skyrl.trainer.model.layer_functions import Constants, Parameters
+from skyrl.trainer.model.layer_graphs import LayerGraphs
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -51,18 +46,36 @@ def install(layers: Iterable[nn.Module], between: Between) -> int:
 
 class PlainLayer:
     """What the pieces need of a decoder layer. Reads its parameters at each call: FSDP2 gathers them before. window: of
-    its attention."""
+    its attention. `graphs`: of the model's layers, if there are any; `index`: which of these it is."""
+
+    graphs: LayerGraphs | None = None
+    index = 0
 
     def __init__(self, layer: Any, between: Between, window: int | None) -> None:
         self._window = window
         self._as_it_was = layer.forward
-        self.between = between
         self.attention, mlp = layer.self_attn, layer.mlp
         self.q, self.k, self.v, self.o = (getattr(self.attention, name) for name in _ATTENTION)
         self.gate, self.up, self.down = (getattr(mlp, name) for name in _MLP)
         self.norms = layer.input_layernorm, layer.post_attention_layernorm
         self.of_heads = getattr(self.attention, "q_norm", None), getattr(self.attention, "k_norm", None)
         self.head_dim = int(self.attention.head_dim)
+        first, second = map(_epsilon, self.norms)
+        of_query, of_key = (0.0 if each is None else _epsilon(each) for each in self.of_heads)
+        self.constants = Constants(between, first, (of_query, of_key), self.head_dim), Constants(between, second)
+
+    @property
+    def linears(self) -> list[MultiLoraLinear]:
+        return [self.q, self.k, self.v, self.o, self.gate, self.up, self.down]
+
+    def before(self) -> Parameters:
+        """Of the piece before the attention."""
+        of_heads = [None if each is None else each.weight for each in self.of_heads]
+        return Parameters(self.norms[0].weight, _frozen(self.q, self.k, self.v), of_heads)
+
+    def after(self) -> Parameters:
+        """Of the piece after the attention."""
+        return Parameters(self.norms[1].weight, _frozen(self.o, self.gate, self.up, self.down))
 
     def forward(
         self,
@@ -77,18 +90,35 @@ class PlainLayer:
         if cos.shape[-1] != self.head_dim:  # a part of each head turns
             own = {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
             return self._as_it_was(hidden_states, **own, **options)
+        graphed = None if self.graphs is None else self.graphs.of_micro_batch(cos, sin)
         joined, matrices = Joined.of([linear.updates() for linear in (self.q, self.k, self.v)])
-        query, key, value, residual = _Before.apply(hidden_states.squeeze(0), cos[0], sin[0], self, joined, *matrices)
+        hidden = hidden_states.squeeze(0)
+        if graphed is None:
+            query, key, value, residual = _Before.apply(hidden, cos[0], sin[0], self, joined, *matrices)
+        else:
+            query, key, value, residual = graphed.before(
+                self.index, self.constants[0], self.before(), hidden, joined, matrices
+            )
         states = (each.transpose(0, 1)[None] for each in (query, key, value))
         computed = AttentionInterface()[self.attention.config._attn_implementation]
-        given = {"scaling": self.attention.scaling, "sliding_window": self._window, "dropout": 0.0}
-        attended, _ = computed(self.attention, *states, attention_mask, **given, **options)
+        own = {"scaling": self.attention.scaling, "sliding_window": self._window, "dropout": 0.0}
+        attended, _ = computed(self.attention, *states, attention_mask, **own, **options)
         of_each = [Joined.of([linear.updates()]) for linear in (self.o, self.down)]
         both = Joined.of([linear.updates() for linear in (self.gate, self.up)])
         parts = of_each[0], both, of_each[1]
         matrices = [matrix for _, of_part in parts for matrix in of_part]
         joined = tuple(part for part, _ in parts)
-        return _After.apply(attended.squeeze(0).flatten(1), residual, self, joined, *matrices).unsqueeze(0)
+        rows = attended.squeeze(0).flatten(1)
+        if graphed is None:
+            return _After.apply(rows, residual, self, joined, *matrices).unsqueeze(0)
+        given = self.index, self.constants[1], self.after(), (rows, residual)
+        return graphed.after(*given, joined, matrices).unsqueeze(0)
+
+
+def plain_layers(layers: Iterable[nn.Module]) -> list[PlainLayer]:
+    """Those of some decoder layers that compute with pieces."""
+    owners = [getattr(layer.forward, "__self__", None) for layer in layers]
+    return [each for each in owners if isinstance(each, PlainLayer)]
 
 
 def _frozen(*linears: MultiLoraLinear) -> list[Frozen]:
@@ -101,7 +131,7 @@ def _epsilon(norm: Any) -> float:
 
 class _Before(torch.autograd.Function):
     """From a layer's rows [R, hidden] to queries [R, heads, n], keys and values [R, kv_heads, n]. Also the rows
-    themselves, for the sum after the attention: so both gradients of them are added in one pass."""
+    themselves, for the sum after the attention."""
 
     @staticmethod
     def forward(
@@ -113,46 +143,28 @@ class _Before(torch.autograd.Function):
         joined: Sequence[Joined],
         *matrices: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        between, norm = layer.between, layer.norms[0]
-        rows, rstd = between.rms_norm(hidden, norm.weight, _epsilon(norm))
-        frozen = _frozen(layer.q, layer.k, layer.v)
-        (query, key, value), kept = products(rows, frozen, joined, matrices)
-        heads = [each.unflatten(1, (-1, layer.head_dim)) for each in (query, key)]
-        turned, norms = [], []
-        for states, of_heads in zip(heads, layer.of_heads, strict=True):
-            weight = None if of_heads is None else of_heads.weight
-            epsilon = 0.0 if of_heads is None else _epsilon(of_heads)
-            states_turned, rstd_of_heads = between.rotated(states, weight, epsilon, cos, sin)
-            turned.append(states_turned)
-            norms += [None, None, None] if of_heads is None else [states, weight, rstd_of_heads]
-        weights = [each.weight for each in frozen]
-        ctx.save_for_backward(hidden, norm.weight, rstd, cos, sin, *norms, *weights, *kept)
-        ctx.layer, ctx.joined = layer, joined
-        return turned[0], turned[1], value.unflatten(1, (-1, layer.head_dim)), hidden
+        parameters = layer.before()
+        (query, key, value), kept = layer_functions.before(
+            layer.constants[0], parameters, joined, matrices, (hidden, cos, sin)
+        )
+        weights = [each.weight for each in parameters.linears]
+        ctx.save_for_backward(hidden, cos, sin, parameters.norm, *parameters.of_heads, *weights, *kept)
+        ctx.constants, ctx.joined = layer.constants[0], joined
+        return query, key, value, hidden
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        of_query, of_key, of_value, of_residual = grads
-        hidden, weight, rstd, cos, sin, *rest = ctx.saved_tensors
-        norms, weights, kept = rest[:6], rest[6:9], rest[9:]
-        between: Between = ctx.layer.between
-        of_heads = [
-            between.rotated_backward(gradient, states, of_norm, of_norm_rstd, cos, sin).flatten(1)
-            for gradient, (states, of_norm, of_norm_rstd) in ((of_query, norms[:3]), (of_key, norms[3:]))
-        ]
-        rows = between.normed(hidden, weight, rstd, _epsilon(ctx.layer.norms[0]))
-        of_input = ctx.needs_input_grad[0]
-        frozen = [Frozen(each, None) for each in weights]
-        of_outputs = [*of_heads, of_value.flatten(1)]
-        of_rows, of_matrices = gradients(of_outputs, rows, frozen, ctx.joined, kept, of_input=of_input)
-        if of_rows is not None:
-            of_rows = between.rms_norm_backward(of_rows, hidden, weight, rstd, of_residual)
+        hidden, cos, sin, norm, of_query, of_key, *rest = ctx.saved_tensors
+        parameters = Parameters(norm, [Frozen(each, None) for each in rest[:3]], (of_query, of_key))
+        inputs, of_input = (hidden, cos, sin), ctx.needs_input_grad[0]
+        of_rows, of_matrices = layer_functions.before_backward(
+            ctx.constants, parameters, ctx.joined, grads, inputs, rest[3:], of_input=of_input
+        )
         return of_rows, None, None, None, None, *of_matrices
 
 
 class _After(torch.autograd.Function):
-    """From the attention's result [R, heads * n] and the layer's rows [R, hidden] to the next layer's. `joined`: of the
-    output projection, of the MLP's first two, and of its last."""
+    """From the attention's result [R, heads * n] and the layer's rows [R, hidden] to the next layer's."""
 
     @staticmethod
     def forward(
@@ -163,55 +175,22 @@ class _After(torch.autograd.Function):
         joined: Sequence[Sequence[Joined]],
         *matrices: Tensor,
     ) -> Tensor:
-        between, norm = layer.between, layer.norms[1]
-        of_o, of_both, of_down = _split(matrices, [_count(each, 2) for each in joined])
-        output, both, down = _frozen(layer.o), _frozen(layer.gate, layer.up), _frozen(layer.down)
-        (projected,), kept_o = products(attended, output, joined[0], of_o)
-        total, rows, rstd = between.add_rms_norm(projected, residual, norm.weight, _epsilon(norm))
-        (gate, up), kept_both = products(rows, both, joined[1], of_both)
-        (result,), kept_down = products(between.swiglu(gate, up), down, joined[2], of_down)
-        weights = [each.weight for each in (*output, *both, *down)]
-        rows_of_o = attended if joined[0] else None
-        ctx.save_for_backward(rows_of_o, total, norm.weight, rstd, gate, up, *weights, *kept_o, *kept_both, *kept_down)
-        ctx.layer, ctx.joined = layer, joined
-        return result.add_(total)
+        parameters = layer.after()
+        result, kept = layer_functions.after(layer.constants[1], parameters, joined, matrices, (attended, residual))
+        weights = [each.weight for each in parameters.linears]
+        ctx.save_for_backward(attended if joined[0] else None, parameters.norm, *weights, *kept)
+        ctx.constants, ctx.joined = layer.constants[1], joined
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (of_result,) = grads
-        attended, total, weight, rstd, gate, up, *rest = ctx.saved_tensors
-        output, *both, down = (Frozen(each, None) for each in rest[:4])
-        kept_o, kept_both, kept_down = _split(rest[4:], [_kept(each) for each in ctx.joined])
-        between: Between = ctx.layer.between
-        of_o, of_both, of_down = ctx.joined
-        of_low_rank = of_low_ranks([of_result], of_down, kept_down)
-        of_product = input_gradient([of_result], [down], of_down, kept_down, of_low_rank)
-        *of_gate_and_up, product = between.swiglu_backward(of_product, gate, up)
-        of_last = matrix_gradients([of_result], product, of_down, kept_down, of_low_rank)
-        rows = between.normed(total, weight, rstd, _epsilon(ctx.layer.norms[1]))
-        of_rows, of_first = gradients(of_gate_and_up, rows, both, of_both, kept_both, of_input=True)
-        assert of_rows is not None
-        of_total = between.rms_norm_backward(of_rows, total, weight, rstd, of_result)
-        of_input = ctx.needs_input_grad[0]
-        of_attended, of_output = gradients([of_total], attended, [output], of_o, kept_o, of_input=of_input)
+        attended, norm, *rest = ctx.saved_tensors
+        parameters = Parameters(norm, [Frozen(each, None) for each in rest[:4]])
+        of_attended, of_total, of_matrices = layer_functions.after_backward(
+            ctx.constants, parameters, ctx.joined, grads[0], attended, rest[4:], of_input=ctx.needs_input_grad[0]
+        )
         of_residual = of_total if ctx.needs_input_grad[1] else None
-        return of_attended, of_residual, None, None, *of_output, *of_first, *of_last
-
-
-def _count(joined: Sequence[Joined], of_layer: int) -> int:
-    return sum(of_layer * len(segment.layers) for segment in joined)
-
-
-def _kept(joined: Sequence[Joined]) -> int:
-    """How many tensors `products` keeps."""
-    return len(joined) + _count(joined, 2)
-
-
-def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[Sequence[Tensor]]:
-    start = 0
-    for size in sizes:
-        yield tensors[start : start + size]
-        start += size
+        return of_attended, of_residual, None, None, *of_matrices
 
 
 _TRIED = "skyrl_tried"

@@ -21,10 +21,12 @@ from skyrl.trainer.attention.indexers import Indexing
 from skyrl.trainer.attention.packed_attention import AttentionCall, recorded_calls
 from skyrl.trainer.experts.layers import OWN_PRODUCTS, MultiLoraExperts
 from skyrl.trainer.experts.routing import Routing, mixture_of, routers_of
+from skyrl.trainer.graphs.pieces import Graphs
 from skyrl.trainer.kernels.between import Between
 from skyrl.trainer.lora.adapter import Target
 from skyrl.trainer.lora.linear import ActiveSegments, LoraSegment, MultiLoraLinear, keep_less
 from skyrl.trainer.model import layer_pieces
+from skyrl.trainer.model.layer_graphs import LayerGraphs
 from skyrl.trainer.model.logprobs import (
     LogitTransform,
     OutputLayer,
@@ -213,6 +215,7 @@ class PackedModel(nn.Module):
     """How many rows before it a recurrent layer's convolution reads; 0 for a model without such layers."""
     logits_bytes: int | None = None
     """`OutputLayer.chunk_bytes`."""
+    layer_graphs: LayerGraphs | None = None
     logprobs_in_kernels: bool = False
     """Whether Triton kernels read the logits (`kernels.logprobs`)."""
 
@@ -278,6 +281,18 @@ class PackedModel(nn.Module):
             keep_less(self.model)
         if self.mixture is not None:
             self.model.set_experts_implementation(OWN_PRODUCTS)
+
+    def use_graphs(self, graphs: Graphs) -> bool:
+        """Let the pieces of all decoder layers run as graphs. Returns whether they do: all layers are plain, and their
+        weights are parameters, which lie where they are."""
+        plain = layer_pieces.plain_layers(self.decoder_layers)
+        weights = [linear.base.weight for layer in plain for linear in layer.linears]
+        if len(plain) < len(self.decoder_layers) or not all(isinstance(each, nn.Parameter) for each in weights):
+            return False
+        self.layer_graphs = LayerGraphs(graphs)
+        for index, layer in enumerate(plain):
+            layer.graphs, layer.index = self.layer_graphs, index
+        return True
 
     def recompute(self, setting: Setting, *, ranks: int = 1, anywhere: Callable[[bool], bool] = bool) -> None:
         """Gradient checkpointing of later micro-batches: see `Recomputation`. Without this call there is none."""
@@ -359,6 +374,10 @@ class PackedModel(nn.Module):
 
     def _hidden_states(self, slices: Sequence[PackedItem]) -> Tensor:
         """Final hidden states [rows, hidden] of packed slices, with the active segments."""
+        if self.layer_graphs is not None:
+            runs_once = self.recomputation is None or self.recomputation.runs_once
+            rows = sum(len(packed.tokens) for packed in slices)
+            self.layer_graphs.expect(rows, self.active.segments if runs_once else ())
         if self.mixture is not None:
             self.routing.follow(slices)
         layout: dict[str, Any] = {}

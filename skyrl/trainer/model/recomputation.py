@@ -58,7 +58,7 @@ class Recomputation:
         self._device = next(layers[0].parameters()).device
         self._per_row = FIRST_GUESS * _product_bytes(layers)
         self._measured_rows, self._measured_copies = 0, 0.0
-        self._forced = self._recomputes = False
+        self._forced = self._recomputes = self._measures = False
         self._able = all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
         if setting is True and not self._able:
             kind = type(layers[0]).__name__
@@ -72,6 +72,11 @@ class Recomputation:
     def recomputes(self) -> bool:
         """Whether the backward of the micro-batch whose forward runs now computes the layers again."""
         return self._recomputes and torch.is_grad_enabled()
+
+    @property
+    def runs_once(self) -> bool:
+        """Whether the layers of the micro-batch whose forward runs now are neither computed again nor measured."""
+        return not torch.is_grad_enabled() or not (self._recomputes or self._measures)
 
     @property
     def bytes_of_row(self) -> float:
@@ -89,12 +94,13 @@ class Recomputation:
             yield
             return
         self._recomputes = self._forced or self.pays(rows)
+        self._measures = not self._recomputes and self._tells(rows, copies)
         if self._device.type == "cpu":
             give_back_freed(at_once=self._recomputes and rows > LARGE_ROWS)
         if self._recomputes:
             with self._recomputed():
                 yield
-        elif self._tells(rows, copies):
+        elif self._measures:
             with _kept_bytes(leaves) as kept:
                 yield
             of_row = sum(kept.values()) / rows

@@ -141,6 +141,7 @@ def rank_settings(config: ServerConfig) -> RankSettings:
         trainer.keep_quantized,
         trainer.attention == "varlen",
         trainer.kernels,
+        trainer.cuda_graphs,
     )
 
 

@@ -164,13 +164,18 @@ class MicroBatchRunner(ABC):
 
     def _again(self, batch: Sequence[MicroBatchItem], failure: Exception, *, backward: bool) -> None:
         """Items could not be started together: run each alone, so that only the one that causes the error fails. An
-        item alone that runs out of memory runs once more with its layers recomputed, if they were not and may be.
+        item alone that runs out of memory runs once more when graphs have given theirs back, and once more with its
+        layers recomputed, if they were not and may be.
 
         The error becomes that of what the item belongs to (OutOfMemory if memory was short). DeviceFault is raised.
         """
+        graphs = self.base.packed.layer_graphs if isinstance(failure, OutOfMemory) else None
+        made_room = graphs is not None and graphs.make_room()
         if len(batch) > 1:
             for item in batch:
                 self._attempt([item], backward=backward)
+        elif made_room and self.retries:
+            self._attempt(batch, backward=backward)
         elif recomputation := self._instead(batch[0], failure, backward):
             with recomputation.forced():
                 self._attempt(batch, backward=backward)

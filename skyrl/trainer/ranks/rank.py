@@ -52,7 +52,8 @@ class RankSettings:
     """What a rank is told at its start. `mlp_of_mixtures`: adapters can train the experts of a mixture. `timeout_s`: a
     rank that waits this long for another rank fails. `pictures`: whether a model that sees keeps its vision tower.
     `keep_quantized`: whether weights stay quantized that are quantized in the files. `varlen`: whether attention is
-    that of `attention.varlen`. `kernels`: what computes between the products of plain layers."""
+    that of `attention.varlen`. `kernels`: what computes between the products of plain layers. `graphs`: whether plain
+    layers run as CUDA graphs."""
 
     base_model: str
     threads: int
@@ -65,6 +66,7 @@ class RankSettings:
     keep_quantized: bool = False
     varlen: bool = False
     kernels: Kernels = "torch"
+    graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class RankBase(MicroBatchRunner):
             pictures=self._settings.pictures,
             varlen=self._settings.varlen,
             kernels=self._settings.kernels,
+            graphs=self._settings.graphs,
             agree=agree,
         )
         self.base: BaseModel = self._model.base

@@ -7,6 +7,7 @@ of adapters' weights, passes or how ranks find each other: torch.distributed is 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from skyrl.trainer.full.full_model import check_all_trained
 from skyrl.trainer.kernels.between import Between
 from skyrl.trainer.kernels.fused import between_for
 from skyrl.trainer.model.base_model import BaseModel, check_config, fuse_norms, fuses_norms
+from skyrl.trainer.model.layer_graphs import check_graphs, graphs_on
 from skyrl.trainer.model.loading import TOWER, check_quantized, check_weights, detach_vision, load_model, model_class
 from skyrl.trainer.model.packed_model import PackedModel
 from skyrl.trainer.model.recomputation import Setting
@@ -40,6 +42,8 @@ from skyrl.trainer.quantized.kept import keep, kept_in, stored_leaves
 from skyrl.trainer.quantized.weights import StoredTensor, held_rows
 from skyrl.trainer.shares import EVERY_EXPERT, ExpertShare, rows_of
 from skyrl.trainer.vision import VisionTower, make_tower
+
+logger = logging.getLogger(__name__)
 
 
 def stored_rows(packed: PackedModel, opened: StoredWeights) -> dict[str, Rows]:
@@ -216,12 +220,13 @@ def load_sharded_model(
     pictures: bool = True,
     varlen: bool = False,
     kernels: Kernels = "torch",
+    graphs: bool = False,
     agree: Callable[[Exception | None], None],
 ) -> ShardedModel:
     """Load this rank's rows of the base model; all of it without `mesh`. Every rank calls this at the same time.
     `pictures`: whether a model that sees keeps its vision tower: every rank holds all of it, because each computes the
     pictures of its own pieces. `varlen`: attention is that of `attention.varlen`, if this version of torch has it.
-    `kernels`: what computes between the products of plain layers.
+    `kernels`: what computes between the products of plain layers. `graphs`: these run as CUDA graphs.
 
     No rank ever holds the whole model: the parameters of one decoder layer, or those outside the layers, are the most
     that a rank gathers. Each decoder layer is gathered for itself; embeddings, final norm and output layer together,
@@ -234,7 +239,7 @@ def load_sharded_model(
 
     Raises ConfigError: the path has no causal language model (`load_model`), or the model has layers that cannot be
     trained, position embeddings that depend on the batch, or other logits on packed rows than in transformers; the
-    device cannot do `varlen` or `kernels`. With `mesh` also for a model without safetensors files.
+    device cannot do `varlen`, `kernels` or `graphs`. With `mesh` also for a model without safetensors files.
     """
     failure: Exception | None = None
     loaded: ShardedModel | None = None
@@ -242,6 +247,8 @@ def load_sharded_model(
     try:
         varlen = varlen and usable_on(device)
         between = None if form.trained else between_for(kernels, device)
+        if graphs:
+            check_graphs(device, alone=mesh is None)
         if mesh is None:
             loaded = _load_whole(path, device, form, pictures=pictures)
         else:
@@ -273,6 +280,8 @@ def load_sharded_model(
     packed.reshard()
     anywhere = bool if mesh is None else lambda own: failed_anywhere([own])[0]
     packed.recompute(gradient_checkpointing, ranks=loaded.share.ranks, anywhere=anywhere)
+    if graphs and not packed.use_graphs(graphs_on(device)):
+        logger.warning("trainer.cuda_graphs: this model has other layers than Llama's, or quantized ones: no graphs")
     return loaded
 
 

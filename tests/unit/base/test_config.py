@@ -93,6 +93,7 @@ BACKEND_KEYS = {
     "generator.inference_engine.step_timeout_s",
     "generator.inference_engine.tensor_parallel_size",
     "trainer.attention",
+    "trainer.cuda_graphs",
     "trainer.gradient_checkpointing",
     "trainer.full_finetuning",
     "trainer.keep_quantized",
@@ -304,6 +305,10 @@ def test_a_bad_backend_config_is_refused_in_one_line_that_names_the_key(given: d
         (
             {"backend_config": FULL | {"trainer.keep_quantized": True}},
             "configuration: trainer.keep_quantized: with trainer.full_finetuning weights change, and quantized ones",
+        ),
+        (
+            {"backend_config": FULL | {"trainer.cuda_graphs": True}},
+            "configuration: trainer.cuda_graphs: with trainer.full_finetuning layers do not run as graphs: ",
         ),
         (
             {"backend_config": FULL | {"trainer.context_parallel_tokens": 65536}},

@@ -1,214 +1,236 @@
-"""The pieces of a plain decoder layer (`model.layer_pieces`) as graphs, emulated on the CPU, beside the same pieces
-without graphs: other rows, tenants and contents in each micro-batch, one adapter or a stack of two."""
+"""Whole passes whose plain decoder layers run as graphs, emulated on the CPU, beside the same passes without graphs:
+other rows, tenants and contents in each micro-batch, one adapter or a stack."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from types import SimpleNamespace
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from torch_lora_support import assert_close, assert_same, grpo, make_backend, ok, rl, saved, sft, spec, train
 
-from skyrl.trainer.graphs.pieces import Graphs, Piece, Results
+from benchmarks.operations import as_on_cuda
+from skyrl.base.config.server import ConfigError
+from skyrl.base.types.weights import LoraSpec
+from skyrl.trainer.graphs import pieces
+from skyrl.trainer.graphs.pieces import Graphs
+from skyrl.trainer.graphs.recorder import Compute, Recorder
 from skyrl.trainer.graphs.row_classes import RowClasses
-from skyrl.trainer.kernels.between import IN_TORCH
-from skyrl.trainer.lora.products import Joined
-from skyrl.trainer.model.layer_pieces import _After, _Before
+from skyrl.trainer.protocol import AdamParams, OutOfMemory, TrainingPass
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from tests.graph_emulator import EmulatedGraphs
-from tests.graphed_layers import plainly
+from tests.local_ranks import rank_of
 
-HIDDEN, INNER, SIZE, RANK = 32, 48, 8, 8
-LINEARS = {
-    "q": (HIDDEN, 32),
-    "k": (HIDDEN, 16),
-    "v": (HIDDEN, 16),
-    "o": (32, HIDDEN),
-    "gate": (HIDDEN, INNER),
-    "up": (HIDDEN, INNER),
-    "down": (INNER, HIDDEN),
+CLASSES = RowClasses((33, 64, 136))
+PIECES = 2 * 4
+"""Of two layers, forward and backward."""
+STEP = AdamParams(0.01, weight_decay=0.1)
+SPECS = {
+    "a": spec(8),
+    "b": spec(4, 1),
+    "attention": LoraSpec(8, 16.0, 2, train_mlp=False, train_unembed=False),
+    "mlp": LoraSpec(4, 16.0, 3, train_attn=False, train_unembed=False),
+    "ranks": LoraSpec(8, 16.0, 4, rank_pattern=(("self_attn.k_proj", 3), ("mlp.*", 5))),
 }
-CLASSES = RowClasses((17, 40))
-"""No class is a size of a matrix, so tensors with rows are told by their first size."""
-Parts = tuple[tuple[Joined, ...], ...]
+STACKED = {"c": spec(8, 5, train_unembed=False), "d": spec(4, 6, train_unembed=False)}
+"""Grouped products in bfloat16 cannot have a vocabulary of 97."""
 
 
-class Context(SimpleNamespace):
-    """That of an operation of autograd: what its forward keeps."""
-
-    needs_input_grad = (True,) * 3
-    saved_tensors: Sequence[Any] = ()
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
+def _graphs(recorder: Recorder | None = None, **options: Any) -> Graphs:
+    options = {"warm_up": 0, "most_signatures": 8, "most_bytes": 1e9, **options}
+    return Graphs(recorder or EmulatedGraphs(), CLASSES, torch.device("cpu"), **options)
 
 
-def layer_of(frozen: Sequence[Tensor]) -> Any:
-    """What the pieces read of a `PlainLayer`, with these tensors."""
-    norms = [SimpleNamespace(weight=each, variance_epsilon=1e-6) for each in frozen[:4]]
-    weights = zip(LINEARS, frozen[4:11], strict=True)
-    linears = {name: SimpleNamespace(base=SimpleNamespace(weight=weight, bias=None)) for name, weight in weights}
-    return SimpleNamespace(between=IN_TORCH, head_dim=SIZE, norms=norms[:2], of_heads=norms[2:], **linears)
+def _backend(graphs: Graphs | None, *models: str, **trainer: Any) -> LoraBackend:
+    """A backend with models whose lora_B is not zero, and with these graphs."""
+    backend = make_backend(**{"gradient_checkpointing": False, **trainer})
+    for name in models:
+        backend.create_model(name, {**SPECS, **STACKED}[name])
+        weights = rank_of(backend).adapters[name].weights
+        weights.add_(torch.randn(weights.shape, generator=torch.Generator().manual_seed(7)), alpha=0.05)
+    packed = rank_of(backend).base.packed
+    packed.recomputation._measured_rows = 10**6  # what is measured runs without graphs
+    assert graphs is None or packed.use_graphs(graphs)
+    return backend
 
 
-class Kept:
-    """Where a forward finds what it saves: among its fixed tensors, its rows, or its own results."""
-
-    def __init__(self) -> None:
-        self.places: list[tuple[str, int] | None] = []
-
-    def split(self, saved: Sequence[Any], fixed: Sequence[Tensor], of_rows: Sequence[Tensor]) -> Results:
-        """The saved tensors that are neither fixed nor inputs."""
-        self.places = []
-        new: dict[str, list[Tensor]] = {"own": [], "whole": []}
-        for each in saved:
-            given = [("fixed", n) for n, t in enumerate(fixed) if t is each]
-            given += [("rows", n) for n, t in enumerate(of_rows) if t is each]
-            if each is None or given:
-                self.places.append(given[0] if given else None)
-                continue
-            kind = "own" if len(each) == len(of_rows[0]) else "whole"
-            self.places.append((kind, len(new[kind])))
-            new[kind].append(each)
-        return Results(new["own"], new["whole"])
-
-    def joined(self, **tensors: Sequence[Tensor]) -> list[Tensor | None]:
-        return [None if place is None else tensors[place[0]][place[1]] for place in self.places]
+def _after(
+    backend: LoraBackend, rounds: Sequence[Sequence[TrainingPass]], path: Path
+) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Logprobs of passes in rounds, each with a step of each of its models, and the states of all models; the last
+    round's gradients are pending."""
+    logprobs: dict[str, Tensor] = {}
+    for number, passes in enumerate(rounds):
+        for index, result in enumerate(ok(backend.run(passes))):
+            logprobs |= {f"{number}.{index}.{n}": torch.from_numpy(own) for n, own in enumerate(result.logprobs)}
+        if number < len(rounds) - 1:
+            for name in {each.model_id for each in passes}:
+                backend.optim_step(name, STEP)
+    return logprobs, [saved(backend, name, path / name) for name in rank_of(backend).adapters]
 
 
-class GraphedLayer:
-    """A layer of Qwen3's form, whose attention is the identity of its queries."""
+def test_passes_of_other_tenants_rows_and_ranks_are_those_without_graphs(tmp_path: Path) -> None:
+    """Rows fill no class: products of other shapes may round in another way."""
+    forward = TrainingPass("a", sft(5, 7), "cross_entropy", {}, backward=False)
+    rounds = [
+        [train("a", sft(1, 20)), train("b", sft(2, 40, 9)), train("attention", grpo(3, 2, 3, 20), "ppo")],
+        [train("mlp", sft(4, 31)), train("ranks", rl(5, 70, 30), "ppo"), forward],
+        [train("b", sft(6, 100)), train("a", sft(7, 50)), train("a", sft(8, 11)), train("mlp", sft(9, 63))],
+        [train(name, sft(10, 37)) for name in SPECS],
+    ]
+    graphs = _graphs()
+    found, states = _after(_backend(graphs, *SPECS), rounds, tmp_path / "graphs")
+    expected, others = _after(_backend(None, *SPECS), rounds, tmp_path / "plain")
+    for name, logprobs in expected.items():
+        torch.testing.assert_close(found[name], logprobs, rtol=0, atol=2e-5)
+    for one, other in zip(states, others, strict=True):
+        assert_close(one, other, 2e-4)
+    counts = graphs.counts
+    assert counts.plain == 0
+    assert counts.micro_batches == 15
+    assert counts.replayed == 15 * PIECES - PIECES // 2 - 3, "one pass has no backward, three none of the first piece"
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        torch.manual_seed(0)
-        settings = {"hidden_size": HIDDEN, "intermediate_size": INNER, "head_dim": SIZE, "num_key_value_heads": 2}
-        config: Any = AutoConfig.for_model("qwen3", num_attention_heads=4, num_hidden_layers=1, **settings)
-        layer: Any = Qwen3DecoderLayer(config, 0).requires_grad_(False).to(dtype)
-        attention, mlp = layer.self_attn, layer.mlp
-        norms = layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm
-        linears = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
-        self.frozen: list[Tensor] = [each.weight for each in (*norms, *linears, mlp.gate_proj, mlp.up_proj)]
-        self.frozen.append(mlp.down_proj.weight)
-        self.kept = {"before": Kept(), "after": Kept()}
-        functions = (self._before, self._of_before, self._after, self._of_after)
-        names = ("before", "of before", "after", "of after")
-        self.pieces = {name: Piece(name, function) for name, function in zip(names, functions, strict=True)}
 
-    def _forward(self, name: str, parts: Parts, fixed: Sequence[Tensor], of_rows: Sequence[Tensor]) -> Results:
-        context, layer, own = Context(), layer_of(fixed), _with_ends(parts, fixed, len(of_rows[0]))
-        if name == "before":
-            hidden, cos, sin = of_rows
-            *results, _ = _Before.forward(context, hidden, cos, sin, layer, own[0], *_matrices(fixed))
+def test_passes_that_fill_their_class_have_the_same_bits(tmp_path: Path) -> None:
+    rounds = [[train("a", sft(seed, rows)), train("b", sft(9, 33))] for seed, rows in enumerate((64, 136, 33))]
+    graphs = _graphs()
+    found, states = _after(_backend(graphs, "a", "b"), rounds, tmp_path / "graphs")
+    expected, others = _after(_backend(None, "a", "b"), rounds, tmp_path / "plain")
+    assert_same(found, expected)
+    for one, other in zip(states, others, strict=True):
+        assert_same(one, other)
+    assert (graphs.counts.padded, graphs.counts.plain) == (0, 0)
+    assert graphs.counts.replayed == 6 * PIECES
+
+
+def test_merged_passes_are_those_without_graphs(tmp_path: Path) -> None:
+    """As on a GPU: in bfloat16, with adapters in stacks."""
+    rounds = [
+        [train("c", sft(1, 20, 13)), train("d", sft(2, 40))],
+        [train("d", sft(3, 9)), train("c", sft(4, 15))],
+        [train("c", sft(5, 64))],
+        [train("c", sft(6, 40)), train("d", sft(7, 24))],
+    ]
+    graphs = _graphs()
+    with as_on_cuda():
+        found, states = _after(_backend(graphs, *STACKED, merge=True), rounds, tmp_path / "graphs")
+        expected, others = _after(_backend(None, *STACKED, merge=True), rounds, tmp_path / "plain")
+    for name, logprobs in expected.items():
+        assert float((found[name] - logprobs).norm()) <= 0.02 * float(logprobs.norm())
+    for one, other in zip(states, others, strict=True):
+        for name, tensor in other.items():
+            assert float((one[name].float() - tensor.float()).norm()) <= 0.05 * float(tensor.float().norm()), name
+    assert (graphs.counts.micro_batches, graphs.counts.plain) == (4, 0)
+    assert graphs.counts.replayed == 4 * PIECES
+
+
+def test_micro_batches_that_are_measured_or_recomputed_run_without_graphs(tmp_path: Path) -> None:
+    passes = [train("a", sft(1, 64))]
+    graphs = _graphs()
+    backend, plain = _backend(graphs, "a", gradient_checkpointing="auto"), _backend(None, "a")
+    recomputation = rank_of(backend).base.packed.recomputation
+    recomputation._measured_rows = 0
+    of_row = []
+    for number in range(3):
+        if number == 2:
+            with recomputation.forced():
+                ok(backend.run(passes))
         else:
-            attended, residual = of_rows
-            results = [_After.forward(context, attended, residual, layer, own, *_matrices(fixed))]
-        found = self.kept[name].split(context.saved_tensors, fixed, of_rows)
-        return Results([*results, *found.of_rows], found.whole)
-
-    def _backward(self, name: str, parts: Parts, fixed: Sequence[Tensor], of_rows: Sequence[Tensor]) -> Results:
-        gradients, inputs = (4, 3) if name == "before" else (1, 2)
-        own = _with_ends(parts, fixed, len(of_rows[0]))
-        context = Context(layer=layer_of(fixed), joined=own[0] if name == "before" else own)
-        count = 11 + 2 * sum(len(each.layers) for part in parts for each in part) + _stacked(parts)
-        given, rest = of_rows[gradients : gradients + inputs], of_rows[gradients + inputs :]
-        context.saved_tensors = self.kept[name].joined(fixed=fixed, rows=given, own=rest, whole=fixed[count:])
-        function = _Before if name == "before" else _After
-        found = [each for each in function.backward(context, *of_rows[:gradients]) if each is not None]
-        of_inputs = 1 if name == "before" else 2
-        return Results(found[:of_inputs], found[of_inputs:])
-
-    def _before(self, numbers: Any, fixed: Sequence[Tensor], of_rows: Sequence[Tensor]) -> Results:
-        return self._forward("before", numbers, fixed, of_rows)
-
-    def _of_before(self, numbers: Any, fixed: Sequence[Tensor], of_rows: Sequence[Tensor]) -> Results:
-        return self._backward("before", numbers, fixed, of_rows)
-
-    def _after(self, numbers: Any, fixed: Sequence[Tensor], of_rows: Sequence[Tensor]) -> Results:
-        return self._forward("after", numbers, fixed, of_rows)
-
-    def _of_after(self, numbers: Any, fixed: Sequence[Tensor], of_rows: Sequence[Tensor]) -> Results:
-        return self._backward("after", numbers, fixed, of_rows)
-
-    def whole(
-        self, run: Any, leaves: Sequence[Tensor], ends: Tensor | None, of_rows: Sequence[Tensor], gradient: Tensor
-    ) -> list[Tensor]:
-        """The result, and the gradients of hidden and of all matrices. of_rows: hidden, cos and sin."""
-        hidden, cos, sin = of_rows
-        parts = _parts(ends is not None)
-        own = [leaves[:6], leaves[6:]], [parts[:1], parts[1:]]
-        of_ends = [] if ends is None else [ends]
-        before, after = ([*self.frozen, *matrices, *of_ends] for matrices in own[0])
-        of_before, of_after = own[1]
-        first = run(self.pieces["before"], of_before, before, (hidden, cos, sin))
-        query, key, value, *kept = first.of_rows
-        attended = query.flatten(1)
-        second = run(self.pieces["after"], of_after, after, (attended, hidden))
-        result, *kept_after = second.of_rows
-        given = (gradient, attended, hidden, *kept_after)
-        of_after_all = run(self.pieces["of after"], of_after, [*after, *second.whole], given)
-        of_attended, of_residual = of_after_all.of_rows
-        given = (of_attended.view_as(query), key, value, of_residual, hidden, cos, sin, *kept)
-        of_before_all = run(self.pieces["of before"], of_before, [*before, *first.whole], given)
-        found = result, *of_before_all.of_rows, *of_before_all.whole, *of_after_all.whole
-        return [each.clone() for each in found]
+            ok(backend.run(passes))
+        of_row.append(recomputation.bytes_of_row)
+        ok(plain.run(passes))
+        assert graphs.counts.micro_batches == (0, 1, 1)[number]
+    ok(backend.run(passes))
+    ok(plain.run(passes))
+    assert_same(saved(backend, "a", tmp_path / "one"), saved(plain, "a", tmp_path / "other"))
+    assert graphs.counts.replayed == 2 * PIECES
+    assert len(set(of_row)) == 1, "graphs change nothing that is measured"
 
 
-def _parts(stacked: bool) -> Parts:
-    """Of q, k and v; of o; of gate and up; of down. Without rows and ends, so they are the same for all rows. A stack's
-    may lack rows."""
-    scale = 1.0 if stacked else 0.5
-    return tuple(
-        (Joined(0, 0, tuple(range(count)), (scale,) * count, (RANK,) * count, None, stacked),) for count in (3, 1, 2, 1)
-    )
+class _Refusing(EmulatedGraphs):
+    """Raises an error at one capture."""
+
+    def __init__(self, error: Exception, at: int) -> None:
+        super().__init__()
+        self.error, self.left = error, at
+
+    def capture(self, compute: Compute, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Callable[[], None]:
+        self.left -= 1
+        if not self.left:
+            raise self.error
+        return super().capture(compute, reads, writes)
 
 
-def _stacked(parts: Parts) -> bool:
-    return parts[0][0].may_lack_rows
+@pytest.mark.parametrize("error", [RuntimeError("not permitted"), torch.OutOfMemoryError("no memory")])
+@pytest.mark.parametrize("at", [3, 7])
+def test_a_capture_that_fails_leaves_the_pass_right(error: Exception, at: int, tmp_path: Path) -> None:
+    rounds = [[train("a", sft(seed, 64))] for seed in range(3)]
+    graphs = _graphs(_Refusing(error, at))
+    found, states = _after(_backend(graphs, "a"), rounds, tmp_path / "graphs")
+    expected, others = _after(_backend(None, "a"), rounds, tmp_path / "plain")
+    assert_same(found, expected)
+    assert_same(states[0], others[0])
+    assert (graphs.counts.captured, graphs.counts.micro_batches, graphs.held_bytes) == (at - 1, 1, 0)
 
 
-def _matrices(fixed: Sequence[Tensor]) -> Iterator[Tensor]:
-    return (each for each in fixed[11:] if each.dtype.is_floating_point)
+def test_without_memory_graphs_give_theirs_and_the_pass_runs_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    graphs = _graphs()
+    backend, plain = _backend(graphs, "a", "b"), _backend(None, "a", "b")
+    for each in (backend, plain):
+        ok(each.run([train("a", sft(1, 64)), train("b", sft(1, 33))]))
+    held, fill = graphs.held_bytes, pieces.fill
+
+    def fails(*arguments: Any) -> None:
+        monkeypatch.setattr(pieces, "fill", fill)
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(pieces, "fill", fails)
+    ok(backend.run([train("a", sft(2, 64))]))
+    assert 0 == graphs.held_bytes < held
+    ok(plain.run([train("a", sft(2, 64))]))
+    for each in (backend, plain):
+        ok(each.run([train("b", sft(3, 33)), train("a", sft(4, 64))]))
+    for name in "ab":
+        assert_same(saved(backend, name, tmp_path / "one" / name), saved(plain, name, tmp_path / "other" / name))
+    assert graphs.counts.replayed == 3 * PIECES, "two before, and one of a smaller class"
 
 
-def _with_ends(parts: Parts, fixed: Sequence[Tensor], rows: int) -> list[list[Joined]]:
-    """The parts as a micro-batch of so many rows has them."""
-    ends = next((each for each in fixed if each.dtype is torch.int32), None)
-    return [[replace(each, stop=rows, ends=ends) for each in part] for part in parts]
+def test_memory_that_runs_out_without_graphs_is_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = _backend(_graphs(), "a")
+
+    def fails(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    ok(backend.run([train("a", sft(1, 64))]))
+    monkeypatch.setattr(rank_of(backend).base.packed, "_hidden_states", fails)
+    (outcome,) = backend.run([train("a", sft(1, 64))])
+    assert isinstance(outcome, OutOfMemory)
 
 
-def _adapters(seed: int, count: int | None, dtype: torch.dtype) -> list[Tensor]:
-    """lora_A and lora_B of all linear layers, views of one buffer; of `count` adapters, stacked."""
-    torch.manual_seed(seed)
-    first = () if count is None else (count,)
-    shapes = [s for ins, outs in LINEARS.values() for s in ((*first, RANK, ins), (*first, outs, RANK))]
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    flat = (torch.randn(sum(sizes)) / 4).to(dtype)
-    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+@pytest.mark.parametrize("architecture", ["qwen2-window", "llama"])
+def test_plain_models_of_other_families_have_the_same_bits(architecture: str, tmp_path: Path) -> None:
+    rounds = [[train("a", sft(seed, 64))] for seed in range(2)]
+    graphs = _graphs()
+    found, states = _after(_backend(graphs, "a", architecture=architecture), rounds, tmp_path / "graphs")
+    expected, others = _after(_backend(None, "a", architecture=architecture), rounds, tmp_path / "plain")
+    assert_same(found, expected)
+    assert_same(states[0], others[0])
+    assert graphs.counts.replayed == 2 * PIECES
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_a_plain_layers_pieces_give_the_same_with_graphs(stacked: bool) -> None:
-    dtype = torch.bfloat16 if stacked else torch.float32  # grouped products of the meta device take no float32
-    layer = GraphedLayer(dtype)
-    graphs = Graphs(EmulatedGraphs(), CLASSES, torch.device("cpu"), most_bytes=1e9, warm_up=0)
-    for seed, rows in enumerate((40, 11, 17, 31, 9)):
-        leaves = _adapters(seed, 2 if stacked else None, dtype)
-        ends = torch.tensor([rows // 3, rows], dtype=torch.int32) if stacked else None
-        torch.manual_seed(100 + seed)
-        angles = torch.randn(rows, SIZE // 2).repeat(1, 2).to(dtype)
-        hidden, gradient = torch.randn(2, rows, HIDDEN).to(dtype)
-        of_rows = [hidden, angles.cos(), angles.sin()]
-        micro_batch = graphs.micro_batch(rows, leaves, ends, of_rows)
-        assert micro_batch is not None
-        found = layer.whole(micro_batch.run, micro_batch.leaves, micro_batch.ends, micro_batch.of_rows, gradient)
-        expected = layer.whole(plainly, leaves, ends, of_rows, gradient)
-        assert len(found) == 2 + 14
-        if rows in CLASSES.sizes:
-            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-        for one, other in zip(found, expected, strict=True):
-            assert (one.float() - other.float()).norm() <= (0.02 if stacked else 1e-5) * other.float().norm()
-    assert (graphs.counts.captured, graphs.counts.replayed, graphs.counts.plain) == (2 * 4, 5 * 4, 0)
+def test_models_with_other_layers_have_no_graphs() -> None:
+    packed = rank_of(make_backend("mixture-with-dense-layer")).base.packed
+    assert not packed.use_graphs(_graphs())
+    assert packed.layer_graphs is None
+
+
+def test_a_cpu_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(ConfigError) as raised:
+        make_backend(cuda_graphs=True)
+    assert str(raised.value) == "trainer.cuda_graphs: true needs a GPU, and the trainer computes on cpu"
