@@ -34,7 +34,7 @@ def backward(numbers: Any, fixed: Sequence[Tensor], of_rows: Sequence[Tensor]) -
     """The gradients of hidden and of both matrices, from that of the result."""
     weight, product, both, down, lora_a, lora_b = fixed
     gradient, hidden, rstd, low_rank, total, rstd_of_total, gate, up, cos, sin = of_rows
-    of_gate, of_up, *_ = between.swiglu_backward(torch.mm(gradient, down), gate, up)
+    of_gate, of_up, *_ = between.swiglu_backward(torch.mm(gradient, down), gate.clone(), up.clone())
     of_both = torch.cat((of_gate, of_up), dim=1)
     of_total = between.rms_norm_backward(torch.mm(of_both, both), total, weight, rstd_of_total, gradient)
     of_heads = of_total.unflatten(1, (-1, cos.shape[1]))
