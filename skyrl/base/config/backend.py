@@ -134,7 +134,7 @@ class TrainerConfig(Strict):
     again in its backward. "auto": only if its activations would take more than half of the free memory.
 
     `kernels`: what computes norms, rotary embeddings and gated MLPs: torch's operations, torch.compile, or own Triton
-    kernels (GPUs only).
+    kernels (GPUs only), which then also compute target logprobs.
 
     With `keep_quantized` the trainer's weights of a quantized release keep the bits that they have in its files.
 
