@@ -20,12 +20,15 @@ from transformers import Qwen3Config
 
 from benchmarks.cuda_attention import attention_as_on_cuda
 from benchmarks.operations import as_on_cuda
-from skyrl.trainer.device import base_dtype
+from skyrl.base.config.backend import Kernels
+from skyrl.base.config.pass_memory import MOST_LOGITS_BYTES
+from skyrl.trainer.device import HostCopy, base_dtype
 from skyrl.trainer.files.config import read_config
 from skyrl.trainer.model.base_model import BaseModel, fuse_norms
 from skyrl.trainer.model.loading import model_class
 from skyrl.trainer.model.recomputation import Setting
-from skyrl.trainer.ranks import rank
+from skyrl.trainer.model.row_budget import BudgetSettings
+from skyrl.trainer.ranks import rank, sharded_model
 from skyrl.trainer.ranks.sharded_model import ModelForm, ShardedModel
 from skyrl.trainer.shares import EVERY_EXPERT
 
@@ -48,14 +51,25 @@ def make_config(directory: Path, model: str, layers: int | None = None) -> str:
 
 @contextmanager
 def as_on_meta() -> Iterator[None]:
-    """Inside, a new backend computes shapes on the meta device."""
+    """Inside, a new backend computes shapes on the meta device, with chunks of logits as on a card of 80 GB."""
     with ExitStack() as stack:
         stack.enter_context(as_on_cuda())
         stack.enter_context(patch.object(rank, "prepare_device", lambda threads: META))
         stack.enter_context(patch.object(rank, "load_sharded_model", _load))
+        stack.enter_context(patch.object(BudgetSettings, "logits_bytes", lambda *_: MOST_LOGITS_BYTES))
+        stack.enter_context(patch.object(HostCopy, "read", _read))
         stack.enter_context(attention_as_on_cuda())
         stack.enter_context(_Answers())
         yield
+
+
+_read_copy = HostCopy.read
+
+
+def _read(copy: HostCopy) -> Any:
+    """Finite numbers in the place of those that do not exist."""
+    copy._host = torch.zeros(copy._host.shape, dtype=copy._host.dtype)
+    return _read_copy(copy)
 
 
 class _Answers(TorchDispatchMode):
@@ -83,6 +97,9 @@ def _load(
     *,
     gradient_checkpointing: Setting,
     pictures: bool,
+    varlen: bool,
+    kernels: Kernels,
+    graphs: bool,
     agree: Any,
 ) -> ShardedModel:
     """As `load_sharded_model` on one device, without weights."""
@@ -92,7 +109,8 @@ def _load(
         model: Any = model_class(config).from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
     model.eval().requires_grad_(form.trained)
     packed = form.packed(path, model)
-    packed.use_own_kernels()
+    packed.use_own_kernels(between=sharded_model.between_for(kernels, device))
+    packed.logprobs_in_kernels = kernels == "triton"
     fuse_norms(packed)
     packed.recompute(gradient_checkpointing)
     total = sum(parameter.numel() for parameter in packed.parameters())

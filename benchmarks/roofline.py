@@ -29,6 +29,7 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from transformers.utils import logging
 
 from benchmarks import machine, program
@@ -40,6 +41,7 @@ from benchmarks.table import aligned, number
 from benchmarks.trainer_flops import model_flops
 from benchmarks.trainer_rows import FULL, OF_GPU, BatchRow, tokens_of
 from benchmarks.trainer_ways import SkyrlWay
+from skyrl.trainer.kernels import logprobs
 from skyrl.trainer.kernels.between import IN_TORCH, Between
 from skyrl.trainer.model.packed_model import PackedModel
 from skyrl.trainer.ranks import sharded_model
@@ -156,21 +158,33 @@ def counting(work: Work) -> Iterator[None]:
 
 
 def in_kernels(work: Work) -> Between:
-    """Each function between the products as one kernel that reads its arguments and writes its results."""
+    """Each function between the products as one kernel that reads its arguments and writes its results. So are those of
+    `kernels.logprobs`."""
     names = [field.name for field in fields(Between)]
     return Between(**{name: work.as_one(name, getattr(IN_TORCH, name)) for name in names})
+
+
+def _norms_of(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Shapes of `logprobs.norms_of`."""
+    return logits.new_empty(len(logits), dtype=torch.float32), logits.new_empty(len(logits), dtype=torch.float32)
 
 
 def work_of(path: str, row: BatchRow, micro_batch: int, card: Card, *, kernels: bool = False) -> Work:
     """What one step of a row costs with the model of this config.json. kernels: see `in_kernels`."""
     vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
-    settings = {"trainer.micro_batch_tokens": micro_batch, "trainer.gradient_checkpointing": False}
+    settings = {
+        "trainer.micro_batch_tokens": micro_batch,
+        "trainer.gradient_checkpointing": False,
+        "trainer.kernels": "triton" if kernels else "torch",
+    }
     passes = row.passes(vocabulary)
     work = Work(card, vocabulary)
     with ExitStack() as stack:
         stack.enter_context(as_on_meta())
         if kernels:
             stack.enter_context(patch.object(sharded_model, "between_for", lambda kernels, device: in_kernels(work)))
+            for name, function in (("norms_of", _norms_of), ("into_gradient", lambda logits, *_: logits)):
+                stack.enter_context(patch.object(logprobs, name, work.as_one(name, function)))
         way = SkyrlWay(path, 1, merge=row.merges, config=settings)
         try:
             way.start(passes)

@@ -2,12 +2,13 @@
 over PEFT, and a packed one. In turns, each in a process of its own.
 
 Usage: python -m benchmarks.trainer [--models tiny 0.6b] [--rows ROW ...] [--ways WAY ...] [--server] [--rounds N]
-                                    [--threads N] [--clock cpu] [--quick] [--out FILE]
+                                    [--threads N] [--clock cpu] [--quick] [--against COMMIT] [--out FILE]
 
 A row is a batch; a step is its forward_backward and optim_step, from arrays to results. On a CPU everything is float32;
 on CUDA, where there is one, bfloat16 with float32 adapters. 0.6b has random weights in Qwen3-0.6B's shape, quarter 7 of
 its 28 layers; hybrid and large-hybrid have three layers of Qwen3.5's delta rule and one of
-attention. On a CPU 0.6b trains smaller batches of the same kinds.
+attention. On a CPU 0.6b trains smaller batches of the same kinds. With `--against`, "before" is the way `skyrl` of
+that commit, and a column has its time over that of each way.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import functools
 import json
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,6 +48,7 @@ MODELS = {
     "large-hybrid": make_large_hybrid,
 }
 BASELINE = "peft"
+BEFORE = "before"
 WAYS: dict[str, Callable[..., Way]] = {
     "peft": functools.partial(PeftWay, packed=False),
     "peft-packed": functools.partial(PeftWay, packed=True),
@@ -60,21 +63,40 @@ MERGED = ("skyrl-merged", "server-merged")
 """Only for rows with several passes."""
 OF_SERVER = ("server", "server-merged")
 NOT_BY_DEFAULT = ("skyrl-whole", "skyrl-recomputed", *OF_SERVER)
-COLUMNS = ("model, batch, way", "tokens/s", "÷ peft", "peak MiB", "max |loss − peft's|", "max |logprob − peft's|")
+COLUMNS = (
+    "model, batch, way",
+    "tokens/s",
+    "÷ peft",
+    "÷ before",
+    "peak MiB",
+    "max |loss − peft's|",
+    "max |logprob − peft's|",
+)
 MFU = ("MFU of all tokens", "MFU of computed rows")
 ROUND_S = 0.3
 """A way's turn in a round is one step, or as many as the slowest way makes in this time."""
 Result = dict[str, Any]
 
 
-def measure(model: str, row: BatchRow, ways: Sequence[str], rounds: int, threads: int, clock: str) -> list[Result]:
-    """One result for each way. The first way of a round is another one in each round."""
+def measure(
+    model: str,
+    row: BatchRow,
+    ways: Sequence[str],
+    rounds: int,
+    threads: int,
+    clock: str,
+    before: Path | None = None,
+) -> list[Result]:
+    """One result for each way. The first way of a round is another one in each round. before: the checkout that the way
+    of this name measures."""
     vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
     draw = functools.partial(row.passes, vocabulary)
     processes: dict[str, WayProcess] = {}
     try:
         for way in ways:
-            processes[way] = WayProcess(functools.partial(WAYS[way], model, threads), draw, redrawn=row.redrawn)
+            make = functools.partial(WAYS["skyrl" if way == BEFORE else way], model, threads)
+            root = before if way == BEFORE else None
+            processes[way] = WayProcess(make, draw, redrawn=row.redrawn, root=root)
         steps: dict[str, list[Step]] = {way: [] for way in ways}
         repeats = min(process.call("steps_within", ROUND_S) for process in processes.values())
         for process in processes.values():
@@ -123,6 +145,9 @@ def results(
             result["ratio"] = statistics.median(theirs / ours for theirs, ours in pairs)
             of_loss, of_logprobs = gaps(of_way[-1].trained, steps[BASELINE][-1].trained, last)
             result |= {"loss_gap": of_loss, "logprob_gap": of_logprobs}
+        if BEFORE in steps:
+            pairs = zip(seconds[BEFORE], seconds[way], strict=True)
+            result["ratio_to_before"] = statistics.median(theirs / ours for theirs, ours in pairs)
         if device_flops is not None:
             steps_per_s = result["tokens_per_s"] / tokens_of(last)
             result["mfu"] = model_flops(model, last) * steps_per_s / device_flops
@@ -143,7 +168,8 @@ def table(by_model: dict[str, list[Result]]) -> str:
                 batch = result["batch"]
                 said = f"{model}, {batch}: {result['what']} ({result['tokens']:,.0f} tokens)"
                 lines.append([said, *[""] * (len(lines[0]) - 1)])
-            line = [f"  {result['way']}", number(result["tokens_per_s"]), number(result.get("ratio"))]
+            line = [f"  {result['way']}", number(result["tokens_per_s"])]
+            line += [number(result.get("ratio")), number(result.get("ratio_to_before"))]
             line += [number(result["peak_mib"]), *(_gap(result.get(name)) for name in ("loss_gap", "logprob_gap"))]
             lines.append([*line, *([number(result[name]) for name in ("mfu", "mfu_of_rows")] if with_mfu else [])])
     return aligned(lines)
@@ -155,7 +181,7 @@ def _gap(value: float | None) -> str:
 
 def _arguments() -> argparse.Namespace:
     names = list(dict.fromkeys(row.name for row in (*FULL, *LONG, *OF_GPU, *EVEN, *SMALL)))
-    parser = program.parser("trainer", __doc__, out="trainer/trainer.json", quick="two rounds")
+    parser = program.parser("trainer", __doc__, out="trainer/trainer.json", quick="two rounds", against=True)
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=["tiny"], metavar="MODEL", help=", ".join(MODELS)
     )
@@ -179,13 +205,15 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     facts["device"] = torch.cuda.get_device_name() if cuda else "cpu"
     by_model: dict[str, list[Result]] = {}
-    with TemporaryDirectory(prefix="skyrl-trainer-") as directory:
+    with TemporaryDirectory(prefix="skyrl-trainer-") as directory, ExitStack() as stack:
+        before = program.builds(options.against, stack).get(BEFORE)
         for name in options.models:
             model = MODELS[name](Path(directory) / name)
             for row in rows_of(name, options.rows, cuda=cuda):
                 ways = [way for way in options.ways if way not in MERGED or row.merges]
+                ways += [BEFORE] if before is not None else []
                 rounds = 2 if options.quick else options.rounds
-                found = measure(model, row, ways, rounds, options.threads, options.clock)
+                found = measure(model, row, ways, rounds, options.threads, options.clock, before)
                 by_model.setdefault(name, []).extend(found)
                 print(table({name: found}), flush=True)
     print(f"\n{table(by_model)}\n\n{', '.join(f'{key} {value}' for key, value in facts.items())}")

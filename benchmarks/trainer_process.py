@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Listener
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,14 +117,34 @@ def _serve(connection: Any, make: Callable[[], Way], draw: Draw, redrawn: bool) 
         connection.send(("failure", f"{type(error).__name__}: {error}"))
 
 
-class WayProcess:
-    """A `Measured` in a process of its own. Its arguments must be picklable. Raises RuntimeError for an error there."""
+_OF_ANOTHER_BUILD = """
+import sys
+from multiprocessing.connection import Client
+from benchmarks.trainer_process import _serve
+connection = Client(sys.argv[1])
+_serve(connection, *connection.recv())
+"""
 
-    def __init__(self, make: Callable[[], Way], draw: Draw, *, redrawn: bool) -> None:
-        self._connection, other = _context.Pipe()
-        self._process = _context.Process(target=_serve, args=(other, make, draw, redrawn))
-        self._process.start()
-        other.close()
+
+class WayProcess:
+    """A `Measured` in a process of its own. Its arguments must be picklable. Raises RuntimeError for an error there.
+
+    root: where the checkout of another build lies, whose modules then measure; what is pickled must be there, too."""
+
+    def __init__(self, make: Callable[[], Way], draw: Draw, *, redrawn: bool, root: Path | None = None) -> None:
+        if root is None:
+            self._connection, other = _context.Pipe()
+            process = _context.Process(target=_serve, args=(other, make, draw, redrawn))
+            process.start()
+            other.close()
+            self._is_running, self._wait = process.is_alive, process.join
+        else:
+            with Listener() as listener:
+                command = [sys.executable, "-c", _OF_ANOTHER_BUILD, str(listener.address)]
+                started = subprocess.Popen(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)})
+                self._connection = listener.accept()
+            self._connection.send((make, draw, redrawn))
+            self._is_running, self._wait = lambda: started.poll() is None, started.wait
         self._answer()
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -137,6 +161,6 @@ class WayProcess:
         return value
 
     def close(self) -> None:
-        if self._process.is_alive():
+        if self._is_running():
             self.call("close")
-        self._process.join()
+        self._wait()

@@ -134,7 +134,7 @@ class TrainerConfig(Strict):
     again in its backward. "auto": only if its activations would take more than half of the free memory.
 
     `kernels`: what computes norms, rotary embeddings and gated MLPs: torch's operations, torch.compile, or own Triton
-    kernels (GPUs only).
+    kernels (GPUs only), which then also compute target logprobs.
 
     With `cuda_graphs` a trainer on one GPU starts what plain decoder layers compute beside their attention as CUDA
     graphs: few calls of the host instead of hundreds of operations. They hold up to a quarter of the memory that is

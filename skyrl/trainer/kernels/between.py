@@ -11,7 +11,7 @@ are float32. R: rows. What is called a gradient may be overwritten.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -52,8 +52,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def normed(x: Tensor, weight: Tensor, rstd: Tensor, eps: float) -> Tensor:
     """y of `rms_norm` again, with the same bits. x [R, n], weight [n], rstd [R]; returns [R, n]."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for part in _blocks(x):
-        _scaled(x[part], rstd[part], y[part]).mul_(weight)
+    for own_x, own_rstd, own_y in blocks(x, rstd, y):
+        _scaled(own_x, own_rstd, own_y).mul_(weight)
     return y
 
 
@@ -61,9 +61,8 @@ def rms_norm_backward(gradient: Tensor, x: Tensor, weight: Tensor, rstd: Tensor,
     """The gradient of x from that of y, [R, n], plus `residual` [R, n], that of x on another way. The weight gets none.
 
     With g = gradient * weight: rstd g - x rstd^3 mean(g x)."""
-    for part in _blocks(x):
-        own = _of_norm(gradient[part].mul_(weight), x[part], rstd[part])
-        torch.add(own, residual[part], out=gradient[part])
+    for own, own_x, own_rstd, own_residual in blocks(gradient, x, rstd, residual):
+        torch.add(_of_norm(own.mul_(weight), own_x, own_rstd), own_residual, out=own)
     return gradient
 
 
@@ -72,13 +71,14 @@ def rotated(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tens
     of Llama); before that, `rms_norm` of each head, if there is a weight [n].
 
     x [R, heads, n]; cos and sin [R, n]; returns y [R, heads, n], and rstd [R, heads]."""
-    rstd = None if weight is None else _rstd(x, eps)
     y = torch.empty_like(x)
-    for part in _blocks(x):
-        own = x[part]
-        if weight is not None and rstd is not None:
-            own = _scaled(own, rstd[part], torch.empty_like(own)).mul_(weight)
-        rotate(own, cos[part], sin[part], y[part])
+    if weight is None:
+        for own, *angles, own_y in blocks(x, cos, sin, y):
+            rotate(own, *angles, own_y)
+        return y, None
+    rstd = _rstd(x, eps)
+    for own, own_rstd, *angles, own_y in blocks(x, rstd, cos, sin, y):
+        rotate(_scaled(own, own_rstd, torch.empty_like(own)).mul_(weight), *angles, own_y)
     return y, rstd
 
 
@@ -88,18 +88,21 @@ def rotated_backward(
     """The gradient of x of `rotated` from that of y, [R, heads, n], whose rows and heads may lie apart; the result has
     memory of its own."""
     of_x = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-    for part in _blocks(of_x):
-        own = rotate(gradient[part], cos[part], sin[part], of_x[part], back=True)
-        if weight is not None and rstd is not None:
-            own.copy_(_of_norm(own.mul_(weight), x[part], rstd[part]))
+    if weight is None or rstd is None:
+        for own, *angles, own_x in blocks(gradient, cos, sin, of_x):
+            rotate(own, *angles, own_x, back=True)
+        return of_x
+    for own, *angles, turned, own_x, own_rstd in blocks(gradient, cos, sin, of_x, x, rstd):
+        rotate(own, *angles, turned, back=True)
+        turned.copy_(_of_norm(turned.mul_(weight), own_x, own_rstd))
     return of_x
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up ("GLU Variants Improve Transformer", arXiv 2002.05202). All [R, n]."""
     y = torch.empty_like(gate)
-    for part in _blocks(gate):
-        torch.ops.aten.silu.out(gate[part], out=y[part]).mul_(up[part])
+    for own_gate, own_up, own in blocks(gate, up, y):
+        torch.ops.aten.silu.out(own_gate, out=own).mul_(own_up)
     return y
 
 
@@ -108,8 +111,7 @@ def swiglu_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
     memory may be that of the arguments: other memory would have to be fetched first.
 
     With s = sigmoid(gate), silu(gate) = s gate, and its derivative is s + silu(gate) (1 - s)."""
-    for part in _blocks(gate):
-        own, own_gate, own_up = gradient[part], gate[part], up[part]
+    for own, own_gate, own_up in blocks(gradient, gate, up):
         sigmoid = torch.sigmoid(own_gate)
         silu = own_gate * sigmoid
         slope = torch.addcmul(silu, sigmoid, 1 - silu)
@@ -119,15 +121,13 @@ def swiglu_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
     return gate, gradient, up
 
 
-def _blocks(x: Tensor) -> Iterator[slice]:
-    """Ranges of rows whose numbers stay in the cache; all rows on a GPU, and for torch.compile."""
-    rows = len(x)
-    if x.device.type != "cpu" or not rows or torch.compiler.is_compiling():
-        yield slice(0, rows)
-        return
-    step = max(1, BLOCK * rows // x.numel())
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+def blocks(first: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Ranges of the rows of all tensors at once: on a CPU so many that the first one's numbers stay in the cache; all
+    rows on a GPU, and for torch.compile."""
+    if torch.compiler.is_compiling() or first.device.type != "cpu" or first.numel() <= BLOCK:
+        return [(first, *others)]
+    step = max(1, BLOCK * len(first) // first.numel())
+    return zip(first.split(step), *(each.split(step) for each in others), strict=True)
 
 
 def _rstd(x: Tensor, eps: float) -> Tensor:

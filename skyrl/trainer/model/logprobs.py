@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from skyrl.base.config.pass_memory import LOGITS_BYTES
 from skyrl.trainer.device import uploaded
+from skyrl.trainer.kernels.between import blocks
 from skyrl.trainer.lora.adapter import VALUE_HEAD
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.model.restricted import RestrictedLogSoftmaxAt, Restriction
@@ -408,9 +409,10 @@ class _LogSoftmaxAt(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, owners: Tensor, ids: Tensor) -> Tensor:
         of_pairs = logits[owners, ids]
-        largest = logits.amax(1)
-        largest.masked_fill_(largest.isinf(), 0)
-        sums = logits.sub_(largest[:, None]).exp_().sum(1)
+        largest, sums = logits.new_empty(2, len(logits)).unbind()
+        for own, own_largest, own_sums in blocks(logits, largest, sums):
+            torch.amax(own, 1, out=own_largest).masked_fill_(own_largest.isinf(), 0)
+            torch.sum(own.sub_(own_largest[:, None]).exp_(), 1, out=own_sums)
         ctx.save_for_backward(logits, sums, owners, ids)
         return of_pairs - (sums.log() + largest)[owners]
 

@@ -226,7 +226,8 @@ def load_sharded_model(
     """Load this rank's rows of the base model; all of it without `mesh`. Every rank calls this at the same time.
     `pictures`: whether a model that sees keeps its vision tower: every rank holds all of it, because each computes the
     pictures of its own pieces. `varlen`: attention is that of `attention.varlen`, if this version of torch has it.
-    `kernels`: what computes between the products of plain layers. `graphs`: these run as CUDA graphs.
+    `kernels`: what computes between the products of plain layers and, with "triton", target logprobs. `graphs`: plain
+    layers run as CUDA graphs.
 
     No rank ever holds the whole model: the parameters of one decoder layer, or those outside the layers, are the most
     that a rank gathers. Each decoder layer is gathered for itself; embeddings, final norm and output layer together,
@@ -269,6 +270,7 @@ def load_sharded_model(
         base.check_stock()
         expected = base.stock_logits()
         packed.use_own_kernels(varlen=varlen, between=between)
+        packed.logprobs_in_kernels = between is not None and kernels == "triton"
         if not form.trained and fuses_norms(device):
             fuse_norms(packed)
         if loaded.exchange is not None:

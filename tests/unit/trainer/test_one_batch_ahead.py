@@ -18,6 +18,7 @@ from torch_lora_support import VOCAB, assert_same, grpo, make_backend, make_full
 from benchmarks.operations import as_on_cuda, counting
 from skyrl.trainer import device
 from skyrl.trainer.device import moved
+from skyrl.trainer.model import layer_functions
 from skyrl.trainer.passes.scores import SentScores
 from skyrl.trainer.protocol import AdamParams, Datum, InvalidRequest, OutOfMemory, TrainingPass
 from skyrl.trainer.ranks.lora_backend import LoraBackend
@@ -147,14 +148,14 @@ def test_a_micro_batch_that_cannot_be_started_fails_after_the_one_before_is_read
     """The pass before it keeps its gradient, and the pass after it runs."""
     passes = [train("a", sft(1, 20)), train("b", sft(2, 21, 22)), train("a", sft(3, 23))]
     expected = _after([passes[0], passes[2]], tmp_path / "expected")
-    short = torch.nn.functional.silu
+    short = layer_functions.products
 
-    def lacks(x: Tensor, inplace: bool = False) -> Tensor:
-        if x.shape[-2] == 22:
+    def lacks(x: Tensor, *arguments: Any) -> Any:
+        if len(x) == 22:
             raise torch.OutOfMemoryError("no memory left")
-        return short(x, inplace)
+        return short(x, *arguments)
 
-    monkeypatch.setattr(torch.nn.functional, "silu", lacks)
+    monkeypatch.setattr(layer_functions, "products", lacks)
     found = _after(passes, tmp_path / "found")
     one, failed, other = found.outcomes
     assert isinstance(failed, OutOfMemory)
