@@ -1,24 +1,30 @@
-"""CUDA graphs of layers without attention: as right as the plain functions, how much faster, and their memory.
+"""CUDA graphs of layers without attention, and of whole passes: as right as the plain functions, how much faster, and
+their memory.
 
-The layers have the widths of Qwen3-0.6B, 28 of them, and an adapter of rank 32 on one product. In a rehearsal graphs
-are emulated, and layers are small.
+The layers without attention have the widths of Qwen3-0.6B, 28 of them, and an adapter of rank 32 on one product. In a
+rehearsal graphs are emulated, and layers are small.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.graphs.pieces import Graphs
 from skyrl.trainer.graphs.recorder import CudaRecorder
 from skyrl.trainer.graphs.row_classes import RowClasses
+from skyrl.trainer.protocol import TrainingPass
 from tests.gpu.figures import FIGURES
-from tests.gpu.support import DEVICE, REHEARSAL, wait
+from tests.gpu.support import DEVICE, LARGE, REHEARSAL, backend_on, build, distance, ok, texts, wait
 from tests.graph_emulator import EmulatedGraphs
 from tests.graphed_layers import Layers, plainly
+from tests.local_ranks import rank_of
 
 LENGTHS = (128, 8192) if not REHEARSAL else (16, 24)
 ROUNDS = 5 if not REHEARSAL else 1
@@ -77,3 +83,33 @@ def test_tokens_per_second_with_and_without_graphs(rows: int) -> None:
         speed = ROUNDS * rows / (time.perf_counter() - started)
         FIGURES.record(f"28 layers without attention, {rows:,} tokens, {name}: tokens/s", speed)
     assert graphs.counts.captured == 2 * layers.count
+
+
+@pytest.mark.parametrize("rows", LENGTHS)
+def test_whole_passes_with_and_without_graphs(rows: int, bases: Path) -> None:
+    """Gradients on rows that fill their class, and tokens/s. The first pass is measured, and has no graphs."""
+    backend = backend_on(build(LARGE, bases), budget=max(LENGTHS))
+    packed, data = rank_of(backend).base.packed, texts(1, LARGE["vocab_size"], *[min(rows, 256)] * -(-rows // 256))
+    packed.layer_graphs = None
+
+    def run(name: str) -> Tensor:
+        backend.create_model(name, LoraSpec(RANK, 32.0, 1))
+        ok(backend.run([TrainingPass(name, data, "cross_entropy")]))
+        gradient = rank_of(backend).adapters[name].gradient.clone()
+        wait()
+        started = time.perf_counter()
+        for _ in range(ROUNDS):
+            ok(backend.run([TrainingPass(name, data, "cross_entropy")]))
+        wait()
+        speed = ROUNDS * rows / (time.perf_counter() - started)
+        FIGURES.record(f"a pass of {rows:,} tokens, {name}: tokens/s", speed)
+        return gradient
+
+    run("first")
+    plain, graphs = run("without graphs"), _graphs()
+    assert packed.use_graphs(graphs)
+    found = run("with graphs")
+    assert graphs.counts.replayed == (ROUNDS + 1) * 4 * len(packed.decoder_layers)
+    FIGURES.record(f"graphs of all layers, {rows:,} tokens: MiB", graphs.held_bytes // 2**20)
+    FIGURES.record(f"gradients with graphs, {rows:,} tokens: distance", error := distance({"": found}, {"": plain}))
+    assert error <= 0.01

@@ -92,6 +92,8 @@ class _Signature:
 
     copies: Copies
     ends: Copies
+    used: int = 0
+    """In which micro-batch, counted with those without graphs."""
     graphs: dict[tuple[Hashable, int], dict[Hashable, _Graph]] = field(default_factory=dict)
     """By the piece's name and the class; then by the numbers and addresses that a graph has of its own."""
     whole: dict[Hashable, Tensor] = field(default_factory=dict)
@@ -118,6 +120,9 @@ VARIANTS = 4
 graph: something changes each time."""
 MOST_SIGNATURES = 4
 """Sets of adapters' ranks, layers and numbers with graphs at a time. The least recently used one goes."""
+RECENT = 64
+"""But none that one of the last so many micro-batches has used: else sets that take turns would all be captured again
+and again. The new one's micro-batches run without graphs meanwhile."""
 
 
 class Graphs:
@@ -135,13 +140,15 @@ class Graphs:
         *,
         most_bytes: float,
         most_signatures: int = MOST_SIGNATURES,
+        recent: int = RECENT,
         warm_up: int = WARM_UP,
     ) -> None:
         self.recorder = recorder
         self.counts = GraphCounts()
         self._classes, self._generation = classes, 0
         self._device = device
-        self._most_bytes, self._most_signatures, self._warm_up = most_bytes, most_signatures, warm_up
+        self._most_bytes, self._most_signatures = most_bytes, most_signatures
+        self._recent, self._warm_up = recent, warm_up
         self._signatures: OrderedDict[Hashable, _Signature] = OrderedDict()
         self._uses: OrderedDict[Hashable, int] = OrderedDict()
         self.places = RowPlaces(device, 0)
@@ -177,10 +184,10 @@ class Graphs:
             self._generation = self._classes.generation
             self.drop()
         key = layout(leaves), layout(() if ends is None else (ends,))
-        if self._used(size, key) <= self._warm_up:
+        signature = self._signature(key, leaves, ends) if self._used(size, key) > self._warm_up else None
+        if signature is None:
             self.counts.plain += 1
             return None
-        signature = self._signature(key, leaves, ends)
         if size > self.places.capacity:
             self._drop_graphs()
             self.places = RowPlaces(self._device, size)
@@ -223,15 +230,20 @@ class Graphs:
             self._uses.popitem(last=False)
         return self._uses[key]
 
-    def _signature(self, key: Hashable, leaves: Sequence[Tensor], ends: Tensor | None) -> _Signature:
+    def _signature(self, key: Hashable, leaves: Sequence[Tensor], ends: Tensor | None) -> _Signature | None:
+        """None if there is no place for another one now."""
+        now = self.counts.micro_batches + self.counts.plain
         if (found := self._signatures.get(key)) is None:
             if len(self._signatures) >= self._most_signatures:
+                oldest = next(iter(self._signatures))
+                if now - self._signatures[oldest].used <= self._recent:
+                    return None
                 self.recorder.wait()
-                _, last = self._signatures.popitem(last=False)
-                self.counts.dropped += last.drop_graphs()
+                self.counts.dropped += self._signatures.pop(oldest).drop_graphs()
             found = _Signature(Copies(leaves), Copies(() if ends is None else (ends,)))
             self._signatures[key] = found
         self._signatures.move_to_end(key)
+        found.used = now
         return found
 
     def _drop_graphs(self) -> None:

@@ -107,7 +107,7 @@ def test_norms_and_gates_of_zeros_are_zeros(epsilon: float, dtype: torch.dtype) 
 
 
 def test_adapters_with_the_same_ranks_replay_the_same_graphs() -> None:
-    layers, graphs = Layers(), graphs_of(most_signatures=2)
+    layers, graphs = Layers(), graphs_of(most_signatures=2, recent=0)
     for seed in range(3):
         graphed(graphs, layers, layers.adapter(seed), layers.batch(8, seed))
     assert graphs.counts.captured == 4
@@ -119,6 +119,16 @@ def test_adapters_with_the_same_ranks_replay_the_same_graphs() -> None:
     assert graphs.counts.dropped == 4, "the graphs of rank 2 are the least recently used ones"
     graphed(graphs, layers, layers.adapter(0), layers.batch(8, 0))
     assert graphs.counts.captured == 12
+
+
+def test_ranks_that_take_turns_are_not_captured_again_and_again() -> None:
+    layers, graphs = Layers(), graphs_of(most_signatures=2, recent=4)
+    adapters = [layers.adapter(0, rank) for rank in (2, 3, 4)]
+    found = [graphs.micro_batch(8, adapters[number % 3]) is not None for number in range(12)]
+    assert found == [True, True, False] * 4
+    assert graphs.counts.dropped == 0
+    later = [graphs.micro_batch(8, adapters[2]) is not None for _ in range(5)]
+    assert later == [False, False, True, True, True], "rank 2 was last used five micro-batches before the third"
 
 
 def test_each_scale_has_its_own_graph() -> None:
