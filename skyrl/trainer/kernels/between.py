@@ -73,12 +73,12 @@ def rotated(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tens
     x [R, heads, n]; cos and sin [R, n]; returns y [R, heads, n], and rstd [R, heads]."""
     y = torch.empty_like(x)
     if weight is None:
-        for own, *angles, own_y in blocks(x, cos, sin, y):
-            rotate(own, *angles, own_y)
+        for own, own_cos, own_sin, own_y in blocks(x, cos, sin, y):
+            rotate(own, own_cos, own_sin, own_y)
         return y, None
     rstd = _rstd(x, eps)
-    for own, own_rstd, *angles, own_y in blocks(x, rstd, cos, sin, y):
-        rotate(_scaled(own, own_rstd, torch.empty_like(own)).mul_(weight), *angles, own_y)
+    for own, own_rstd, own_cos, own_sin, own_y in blocks(x, rstd, cos, sin, y):
+        rotate(_scaled(own, own_rstd, torch.empty_like(own)).mul_(weight), own_cos, own_sin, own_y)
     return y, rstd
 
 
@@ -89,11 +89,11 @@ def rotated_backward(
     memory of its own."""
     of_x = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
     if weight is None or rstd is None:
-        for own, *angles, own_x in blocks(gradient, cos, sin, of_x):
-            rotate(own, *angles, own_x, back=True)
+        for own, own_cos, own_sin, turned in blocks(gradient, cos, sin, of_x):
+            rotate(own, own_cos, own_sin, turned, back=True)
         return of_x
-    for own, *angles, turned, own_x, own_rstd in blocks(gradient, cos, sin, of_x, x, rstd):
-        rotate(own, *angles, turned, back=True)
+    for own, own_cos, own_sin, turned, own_x, own_rstd in blocks(gradient, cos, sin, of_x, x, rstd):
+        rotate(own, own_cos, own_sin, turned, back=True)
         turned.copy_(_of_norm(turned.mul_(weight), own_x, own_rstd))
     return of_x
 

@@ -162,7 +162,7 @@ class RowTargets:
             pairs = slice(*map(int, np.searchsorted(self.owners, [start, stop])))
             yield Chunk(
                 self.rows[start:stop],
-                *uploaded([self.owners[pairs] - start], self.rows.device),
+                uploaded([self.owners[pairs] - start], self.rows.device)[0],
                 self.ids[pairs],
                 pairs,
                 None if self.restriction is None else self.restriction.of_rows(start, stop),
