@@ -333,7 +333,7 @@ def start_ranks(config: ServerConfig, publish: Callable[[str], None]) -> RankAct
 
     Raises RankDied when a rank does not start.
     """
-    from skyrl.trainer.ranks.lora_backend import rank_settings
+    from skyrl.trainer.ranks.rank import RankSettings
 
     def say(missing: str) -> None:
         text = f"waiting for the trainer's ranks: {missing}" if missing else LOADING
@@ -344,7 +344,7 @@ def start_ranks(config: ServerConfig, publish: Callable[[str], None]) -> RankAct
             logger.warning("could not publish that the engine is %s: %s", text, reason(error))
 
     places = rank_places(config, cluster_has_gpus=cluster_has_gpus())
-    settings = rank_settings(config)
+    settings = RankSettings.of(config)
     return RankActors(
         places,
         _rank_class(config, places.ranks),

@@ -21,8 +21,9 @@ from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.protocol import Backend, Datum, PassResult, TrainingPass
 from skyrl.trainer.ranks.full_backend import FullBackend
 from skyrl.trainer.ranks.full_rank import FullRank
-from skyrl.trainer.ranks.lora_backend import LoraBackend, rank_settings
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.ranks.lora_rank import LoraRank
+from skyrl.trainer.ranks.rank import RankSettings
 from tests.local_ranks import LocalRanks
 
 VOCAB, CONTEXT = 97, 160
@@ -126,7 +127,7 @@ def make_ranks(
         **{f"trainer.{key}": value for key, value in trainer.items()},
     }
     config = load_config({"base_model": path or base_path(architecture), "backend_config": settings})
-    return LoraBackend(config, LocalRanks(ranks, rank_settings(config), rank_class))
+    return LoraBackend(config, LocalRanks(ranks, RankSettings.of(config), rank_class))
 
 
 def make_full(
@@ -140,7 +141,7 @@ def make_full(
     config = load_config({"base_model": path or base_path(architecture), "backend_config": trainer})
     if ranks is None:
         return FullBackend(config)
-    return FullBackend(config, LocalRanks(ranks, rank_settings(config), rank_class))
+    return FullBackend(config, LocalRanks(ranks, RankSettings.of(config), rank_class))
 
 
 def files_saved(backend: Backend, model_id: str, directory: Path) -> dict[str, Tensor]:

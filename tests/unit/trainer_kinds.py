@@ -39,7 +39,7 @@ from skyrl.trainer.ranks import full_rank, lora_rank
 from skyrl.trainer.ranks import rank as rank_module
 from skyrl.trainer.ranks.full_backend import FullBackend
 from skyrl.trainer.ranks.full_rank import FullRank
-from skyrl.trainer.ranks.lora_backend import InThisProcess, LoraBackend, rank_settings
+from skyrl.trainer.ranks.lora_backend import InThisProcess, LoraBackend
 from skyrl.trainer.ranks.lora_rank import ExpertRank, LoraRank
 from skyrl.trainer.ranks.rank import RankSettings
 from tests.local_ranks import LocalRanks
@@ -168,7 +168,7 @@ class Kind:
         elif divides:
             plain, with_faults = ExpertRank, FaultyExpertRank
         chosen = rank_class or (with_faults if faulty else plain)
-        of_ranks = rank_settings(config)
+        of_ranks = RankSettings.of(config)
         return backend(
             config, InThisProcess(chosen(0, 1, of_ranks)) if ranks == 1 else LocalRanks(ranks, of_ranks, chosen)
         )

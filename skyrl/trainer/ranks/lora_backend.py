@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skyrl.base.config.server import ServerConfig, takes_pictures
+from skyrl.base.config.server import ServerConfig
 from skyrl.base.model_files import TrainMlpOfMixtures
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer import losses
@@ -127,24 +127,6 @@ def results_of(answers: Sequence[Any]) -> list[Any]:
     return list(answers)
 
 
-def rank_settings(config: ServerConfig) -> RankSettings:
-    trainer = config.backend_config.trainer
-    return RankSettings(
-        config.base_model_path,
-        config.threads,
-        trainer.gradient_checkpointing,
-        config.losses.stable_reinforce,
-        config.backend_config.lora.train_mlp_of_mixtures == "train",
-        trainer.rank_timeout_s,
-        takes_pictures(config),
-        BudgetSettings.of(config),
-        trainer.keep_quantized,
-        trainer.attention == "varlen",
-        trainer.kernels,
-        trainer.cuda_graphs,
-    )
-
-
 class BackendOverRanks(ABC):
     """A backend whose model is divided over the ranks of a group, or whole on the only one."""
 
@@ -156,7 +138,7 @@ class BackendOverRanks(ABC):
 
         Raises ConfigError when the base model cannot be trained, and RankDied.
         """
-        group = InThisProcess(self.rank_class(0, 1, rank_settings(config))) if group is None else group
+        group = InThisProcess(self.rank_class(0, 1, RankSettings.of(config))) if group is None else group
         self.group = group
         self._path = config.base_model_path
         self._losses = served_losses(config.losses.stable_reinforce)

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from skyrl.base.config.backend import Kernels
+from skyrl.base.config.server import ServerConfig, takes_pictures
 from skyrl.base.pictures.vision import VisionConfig
 from skyrl.trainer.adamw import NonFiniteGradient, adamw_step, gradient_norm
 from skyrl.trainer.collectives import SameFailureEverywhere, agree, on_all_or_none
@@ -67,6 +68,25 @@ class RankSettings:
     varlen: bool = False
     kernels: Kernels = "torch"
     graphs: bool = False
+
+    @staticmethod
+    def of(config: ServerConfig) -> RankSettings:
+        """Those of a server's configuration."""
+        trainer = config.backend_config.trainer
+        return RankSettings(
+            config.base_model_path,
+            config.threads,
+            trainer.gradient_checkpointing,
+            config.losses.stable_reinforce,
+            config.backend_config.lora.train_mlp_of_mixtures == "train",
+            trainer.rank_timeout_s,
+            takes_pictures(config),
+            BudgetSettings.of(config),
+            trainer.keep_quantized,
+            trainer.attention == "varlen",
+            trainer.kernels,
+            trainer.cuda_graphs,
+        )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from skyrl.base.config.server import ServerConfig
 from skyrl.trainer.protocol import RankDied
 from skyrl.trainer.ranks.full_backend import FullBackend
 from skyrl.trainer.ranks.full_rank import FullRank
-from skyrl.trainer.ranks.lora_backend import LoraBackend, rank_settings
+from skyrl.trainer.ranks.lora_backend import LoraBackend
+from skyrl.trainer.ranks.rank import RankSettings
 from tests.local_ranks import LocalRanks
 
 LONG = (200,) * 30
@@ -32,8 +33,8 @@ FULL = {"trainer.full_finetuning": True}
 
 def _two_ranks(config: ServerConfig) -> LoraBackend | FullBackend:
     if config.full_finetuning:
-        return FullBackend(config, LocalRanks(2, rank_settings(config), FullRank))
-    return LoraBackend(config, LocalRanks(2, rank_settings(config)))
+        return FullBackend(config, LocalRanks(2, RankSettings.of(config), FullRank))
+    return LoraBackend(config, LocalRanks(2, RankSettings.of(config)))
 
 
 async def _started(harness: Harness) -> None:
