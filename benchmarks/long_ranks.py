@@ -22,8 +22,9 @@ from benchmarks.models import make_deep
 from skyrl.base.config.loading import load_config
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.protocol import Datum, TrainingPass
-from skyrl.trainer.ranks.lora_backend import LoraBackend, rank_settings
+from skyrl.trainer.ranks.lora_backend import LoraBackend
 from skyrl.trainer.ranks.lora_rank import LoraRank
+from skyrl.trainer.ranks.rank import RankSettings
 from tests.local_ranks import LocalRanks
 
 VOCABULARY = 512
@@ -63,7 +64,7 @@ def measure(path: str, ranks: int, tokens: int) -> Measured:
         "trainer.rank_timeout_s": 3600.0,
     }
     config = load_config({"base_model": path, "backend_config": settings})
-    group = LocalRanks(ranks, rank_settings(config), MeasuredRank)
+    group = LocalRanks(ranks, RankSettings.of(config), MeasuredRank)
     with closing(LoraBackend(config, group)) as backend:
         backend.create_model("m", LoraSpec(rank=8, alpha=32.0, seed=0))
         _run(backend, SHORT)

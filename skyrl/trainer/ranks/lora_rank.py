@@ -132,7 +132,9 @@ class LoraRank(RankBase):
     ) -> MicroBatch:
         """Each item gets its own leaves of its adapter's weights."""
         parts = together(items) if self.alone and groups_adapters(self.device) else None
-        made = with_gradients(MicroBatch.of(items, seen, self.device, parts), items)
+        made = MicroBatch.of(items, seen, self.device, parts)
+        if self.alone:  # over ranks a loss that raises must do so where it fails its part alone
+            made = with_gradients(made, items)
         dtype = base_dtype(self.device)
         for index, part in enumerate(made.parts):
             of_part, packed = items[part.start : part.stop], made.packed[part.start : part.stop]

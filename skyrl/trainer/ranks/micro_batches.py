@@ -3,7 +3,8 @@
 A rank alone reads the results of a micro-batch when it has started the next one. So while the device computes one, the
 host prepares another: rows, masks, targets and losses. At most one waits to be read. The order in which gradients are
 added does not change, so neither do their bits; a pass that has failed may have one more micro-batch, which adds
-nothing. Over ranks each micro-batch is read before the next one. Knows nothing of what is trained.
+nothing. If it is joined with others, all of them then run again apart. Over ranks each micro-batch is read before the
+next one. Knows nothing of what is trained.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ class MicroBatchRunner(ABC):
             norms = self._norms_of([*completed.values()]) if started is not None and plan.merged else None
             if waiting is not None:
                 self._end(waiting, plan, backward=backward)
-            if failure is not None:
+            if failure is not None and waiting is not None and isinstance(failure, OutOfMemory):
+                self._attempt(items, backward=backward)  # what was read has given its memory back
+            elif failure is not None:
                 self._again(items, failure, backward=backward)
             waiting = _Waiting(started, completed, norms)
         if waiting is not None:
@@ -152,7 +155,8 @@ class MicroBatchRunner(ABC):
             self._record(started.items, results)
             return
         for item in started.items:
-            item.running.fail(failure)
+            if item.running.error is None:
+                item.running.fail(failure)
 
     def _attempt(self, batch: Sequence[MicroBatchItem], *, backward: bool) -> None:
         """Run items together, and read their results. If that raises, `_again`."""
@@ -169,6 +173,8 @@ class MicroBatchRunner(ABC):
 
         The error becomes that of what the item belongs to (OutOfMemory if memory was short). DeviceFault is raised.
         """
+        if len(batch) == 1 and batch[0].running.error is not None:  # it has failed meanwhile, and keeps its error
+            return
         graphs = self.base.packed.layer_graphs if isinstance(failure, OutOfMemory) else None
         made_room = graphs is not None and graphs.make_room()
         if len(batch) > 1:

@@ -28,8 +28,8 @@ LENGTHS = (20, 21, 22, 23)
 """With a budget of 24 rows each sequence is a micro-batch."""
 
 
-def _backend(*, merge: bool = False, budget: int = 24) -> LoraBackend:
-    backend = make_backend(merge=merge, micro_batch_tokens=budget)
+def _backend(*, merge: bool = False, budget: int = 24, **trainer: Any) -> LoraBackend:
+    backend = make_backend(merge=merge, micro_batch_tokens=budget, **trainer)
     for seed, model_id in enumerate("ab"):
         backend.create_model(model_id, spec(2, seed))
     return backend
@@ -117,8 +117,8 @@ class _After:
     states: list[dict[str, Tensor]]
 
 
-def _after(passes: list[TrainingPass], path: Path, *, merge: bool = False) -> _After:
-    backend = _backend(merge=merge)
+def _after(passes: list[TrainingPass], path: Path, *, merge: bool = False, **trainer: Any) -> _After:
+    backend = _backend(merge=merge, **trainer)
     for model_id in "ab":
         ok(backend.run([train(model_id, sft(7, 20))]))
     outcomes = backend.run(passes)
@@ -162,6 +162,46 @@ def test_a_micro_batch_that_cannot_be_started_fails_after_the_one_before_is_read
     assert [one.metrics, other.metrics] == [each.metrics for each in expected.outcomes]
     for state, of_expected in zip(found.states, expected.states, strict=True):
         assert_same(state, of_expected)
+
+
+def test_a_pass_keeps_the_error_of_its_loss_when_its_next_micro_batch_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = layer_functions.products
+
+    def lacks(x: Tensor, *arguments: Any) -> Any:
+        if len(x) == 22:
+            raise torch.OutOfMemoryError("no memory left")
+        return short(x, *arguments)
+
+    data = _spoilt(sft(1, 20, 22))
+    assert len(data[1].tokens) == 22, "its second micro-batch cannot be started"
+    monkeypatch.setattr(layer_functions, "products", lacks)
+    (failed,) = _after([train("a", data)], tmp_path, gradient_checkpointing=False).outcomes
+    assert isinstance(failed, InvalidRequest)
+
+
+def test_a_micro_batch_without_memory_runs_once_more_when_the_one_before_has_been_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one holds the complete gradient of its pass until then."""
+    passes = [train("a", sft(1, 20)), train("b", sft(2, 22))]
+    expected = _after(passes, tmp_path / "expected")
+    short, tried = layer_functions.products, list[int]()
+
+    def lacks(x: Tensor, *arguments: Any) -> Any:
+        if len(x) == 22:
+            tried.append(22)
+            if len(tried) == 1:
+                raise torch.OutOfMemoryError("no memory left")
+        return short(x, *arguments)
+
+    monkeypatch.setattr(layer_functions, "products", lacks)
+    found = _after(passes, tmp_path / "found", gradient_checkpointing=False)
+    assert len(tried) > 1
+    for one, other in zip(found.states, expected.states, strict=True):
+        assert_same(one, other)
+    assert [each.metrics for each in ok(found.outcomes)] == [each.metrics for each in expected.outcomes]
 
 
 def test_a_lack_of_memory_where_results_are_read_fails_the_passes_of_that_micro_batch(
