@@ -101,8 +101,7 @@ class InThisProcess:
         self.rank = rank
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        # These two wait for the numbers that they return. Sums are left then, and a step in memory that exists
-        with command_on(self.rank.device, waits=method not in ("run", "optim_step")):
+        with command_on(self.rank.device, waits=True):
             return [self.rank.answer(method, arguments)]
 
     def call_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:

@@ -92,7 +92,7 @@ class MicroBatchRunner(ABC):
             norms = self._norms_of([*completed.values()]) if started is not None and plan.merged else None
             if waiting is not None:
                 self._end(waiting, plan, backward=backward)
-            if failure is not None and waiting is not None and isinstance(failure, OutOfMemory):
+            if waiting is not None and self.retries and isinstance(failure, OutOfMemory):
                 self._attempt(items, backward=backward)  # what was read has given its memory back
             elif failure is not None:
                 self._again(items, failure, backward=backward)
