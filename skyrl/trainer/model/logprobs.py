@@ -297,10 +297,10 @@ def target_logprobs(
 
 def _is_known_at_once(targets: Targets, lm_head: OutputLayer) -> bool:
     """Whether a chunk's gradients can be computed with its logprobs, before the backward. Not where the loss needs all
-    logprobs, or may change its gradient afterwards; not where targets are restricted; and not where the layer's own
-    weight is trained, whose gradients several segments add up."""
+    logprobs, or may change its gradient afterwards; not where targets are restricted, or none is trained; and not where
+    the layer's own weight is trained, whose gradients several segments add up."""
     is_frozen = not any(parameter.requires_grad for parameter in lm_head.base.parameters())
-    return targets.gradients is not None and targets.outside is None and is_frozen
+    return targets.gradients is not None and targets.outside is None and is_frozen and len(targets.trained.rows) > 0
 
 
 def values_of(hidden: Tensor, segment: LoraSegment) -> Tensor:

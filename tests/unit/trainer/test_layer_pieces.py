@@ -18,7 +18,7 @@ from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.kernels import between
 from skyrl.trainer.kernels.between import IN_TORCH, Between
 from skyrl.trainer.kernels.fused_norms import WITH_FUSED_NORMS
-from skyrl.trainer.model import layer_pieces, packed_model
+from skyrl.trainer.model import layer_pieces
 from skyrl.trainer.model.loading import detach_vision, load_model
 from skyrl.trainer.model.packed_model import PackedModel
 from tests.families import make_family
@@ -126,7 +126,22 @@ def test_gradients_and_logprobs_are_those_of_transformers_layers(which: str, mer
     assert of_row < of_other, "pieces keep less"
 
 
-def test_recomputed_pieces_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_returns_more_than_its_rows_is_not_plain(tmp_path: Path) -> None:
+    model = load_model(make_family("llama-3", tmp_path), torch.float32)
+    kind: Any = type(model.model.layers[0])
+
+    class More(kind):
+        __module__ = kind.__module__
+
+        def forward(self, hidden_states: Tensor, **options: Any) -> Any:
+            return (super().forward(hidden_states, **options),)
+
+    model.model.layers[0].__class__ = More
+    packed = PackedModel(model)
+    assert layer_pieces.install(packed.decoder_layers, IN_TORCH) == len(packed.decoder_layers) - 1
+
+
+def test_recomputed_pieces_give_the_same_bits() -> None:
     found = []
     for setting in (False, True):
         backend = make_backend(gradient_checkpointing=setting)
@@ -134,4 +149,3 @@ def test_recomputed_pieces_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -
         ok(backend.run([train("m", sft(0, 64, 30))]))
         found.append(rank_of(backend).adapters["m"].gradient)
     assert torch.equal(*found)
-    assert packed_model.layer_pieces is layer_pieces
