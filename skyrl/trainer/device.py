@@ -2,7 +2,8 @@
 from it.
 
 Each copy costs the host a call, and many arrays go in one copy. A copy from or to memory that is not pinned waits until
-the device has finished all its work: so copies here use pinned memory. Of copies only `HostCopy.read` waits, for what it copies.
+the device has finished all its work: so copies here use pinned memory. Of copies only `HostCopy.read` waits, for what
+it copies.
 Knows nothing of models, adapters or passes.
 """
 

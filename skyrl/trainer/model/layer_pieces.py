@@ -2,7 +2,7 @@
 
 A plain layer is that of Llama, Qwen2, Qwen3, Mistral and others: RMS norm, projections, rotary embeddings of halves,
 attention, sum; RMS norm, gated MLP with silu, sum. With PEFT, transformers' layer starts some 110 operations forward
-and 160 backward (`benchmarks.operations`). A piece computes its backward itself, with the functions of `kernels.between`:
+and 160 backward (`benchmarks.operations`). A piece computes its backward itself, by the functions of `kernels.between`:
 fewer passes over its rows, and its numbers depend on tensors and the model's configuration alone. What is cheap to
 compute again, such as normed rows and the MLP's product, is not kept.
 
