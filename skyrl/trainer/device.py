@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from skyrl.trainer.kernels.dense import bound_shapes
 from skyrl.trainer.protocol import DeviceFault, OutOfMemory
 
 _MEMORY_WORDS = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -46,6 +47,7 @@ def prepare_device(threads: int) -> torch.device:
         # (others report 23 to 37 ms) and keeps it. With shared prompts each step has 11 to 38 shapes of its own.
         torch.backends.cuda.enable_cudnn_sdp(False)
         return torch.device("cuda")
+    bound_shapes()
     torch.set_num_threads(threads)
     return torch.device("cpu")
 

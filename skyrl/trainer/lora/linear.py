@@ -21,6 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from skyrl.trainer.kernels.dense import takes_onednn
 from skyrl.trainer.lora.adapter import Adapter, LoraPair, Target
 from skyrl.trainer.lora.products import Frozen, Joined, RowsUpdate, StackedUpdate, Update, gradients, products
 from skyrl.trainer.lora.stack import AdapterStack
@@ -189,8 +190,7 @@ class MultiLoraLinear(nn.Module):
         return [segment.update(self.name) for segment in self.active.segments if self.name in segment.pairs]
 
     def forward(self, x: Tensor) -> Tensor:
-        updates = self.updates()
-        return linear_with_updates(x, self.base.weight, self.base.bias, updates) if updates else self.base(x)
+        return self._with_updates(x, self.updates())
 
     def of_gated(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         """The layer on activation(gate) * up. With active segments that input is not kept for the backward."""
@@ -203,11 +203,18 @@ class MultiLoraLinear(nn.Module):
         """The layer on some rows of one segment, whichever segments are active. rows: [n, in_features]. The segment's
         `ends` are where each adapter's rows end among these; an adapter may have none of them."""
         if self.name not in segment.pairs:
-            return self.base(rows)
+            return self._with_updates(rows, [])
         update = segment.update(self.name)._replace(start=0, stop=len(rows))
         if isinstance(update, StackedUpdate):
             update = update._replace(may_lack_rows=True)
-        return linear_with_updates(rows, self.base.weight, self.base.bias, [update])
+        return self._with_updates(rows, [update])
+
+    def _with_updates(self, x: Tensor, updates: Sequence[Update]) -> Tensor:
+        """Rows without an update have the same bits as beside rows that have one."""
+        weight = self.base.weight
+        if updates or (takes_onednn(x) and not weight.requires_grad):
+            return linear_with_updates(x, weight, self.base.bias, updates)
+        return self.base(x)
 
 
 PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from skyrl.trainer.kernels.dense import FEW, linear, product_into, sum_over_rows
+
 
 class RowsUpdate(NamedTuple):
     """scale * (x A^T) B^T for rows [start, stop). lora_a [rank, in_features], lora_b [out_features, rank]."""
@@ -99,7 +101,7 @@ def products(
     """Each layer's result on x [..., in_features], whose flattened rows the segments name, with the updates:
     [..., out_features] in x's dtype, in memory of its own. Also what `gradients` needs beside x: of each segment x
     lora_a^T of all its layers, then lora_a and lora_b of each."""
-    outputs = [torch.nn.functional.linear(x, *layer) for layer in layers]
+    outputs = [linear(x, *layer) for layer in layers]
     x, flat = x.reshape(-1, x.shape[-1]), [output.view(-1, output.shape[-1]) for output in outputs]
     kept: list[Tensor] = []
     each = iter(matrices)
@@ -108,7 +110,7 @@ def products(
         rows = _rows(x, segment)
         all_a = _one_below_another([lora_a for lora_a, _ in pairs])
         if segment.ends is None:
-            low_rank = torch.mm(rows, all_a.t())
+            low_rank = linear(rows, all_a, few=FEW)
         else:
             low_rank = grouped_mm(rows, all_a.transpose(1, 2), offs=segment.ends)
         for layer, columns, scale, (_, lora_b) in zip(
@@ -116,7 +118,7 @@ def products(
         ):
             of_rows, own = _rows(flat[layer], segment), _columns(low_rank, columns)
             if segment.ends is None:
-                of_rows.addmm_(own, lora_b.t(), alpha=scale)
+                product_into(of_rows, own, lora_b.t(), scale=scale, few=FEW)
             else:
                 of_rows.add_(grouped_mm(own, lora_b.transpose(1, 2), offs=segment.ends))
         kept += [low_rank, *(matrix for pair in pairs for matrix in pair)]
@@ -148,7 +150,7 @@ def of_low_ranks(of_outputs: Sequence[Tensor], joined: Sequence[Joined], kept: S
         for layer, place, scale, lora_b in zip(segment.layers, segment.columns, segment.scales, of_b, strict=True):
             gradient, own = _rows(of_outputs[layer], segment), _columns(found[-1], place)
             if segment.ends is None:
-                own.addmm_(gradient, lora_b, beta=0, alpha=scale)
+                product_into(own, gradient, lora_b, scale=scale, keep=False, few=FEW)
             else:
                 own.copy_(grouped_mm(gradient.contiguous(), lora_b, offs=segment.ends))
     return found
@@ -162,13 +164,13 @@ def input_gradient(
     of_low_rank: Sequence[Tensor],
 ) -> Tensor:
     """The gradient of x, [R, in_features]. of_low_rank: of `of_low_ranks`."""
-    of_x = torch.mm(of_outputs[0], layers[0].weight)
+    of_x = linear(of_outputs[0], layers[0].weight.t())
     for gradient, layer in zip(of_outputs[1:], layers[1:], strict=True):
-        of_x.addmm_(gradient, layer.weight)
+        product_into(of_x, gradient, layer.weight)
     for segment, own, (_, of_a, _) in zip(joined, of_low_rank, _of_segments(joined, kept), strict=True):
         all_a = _one_below_another(of_a)
         if segment.ends is None:
-            _rows(of_x, segment).addmm_(own, all_a)
+            product_into(_rows(of_x, segment), own, all_a, few=FEW)
         else:
             _rows(of_x, segment).add_(grouped_mm(own, all_a, offs=segment.ends))
     return of_x
@@ -183,16 +185,16 @@ def matrix_gradients(
 ) -> list[Tensor]:
     """The gradients of the matrices, in the order of `Joined.of`. x [R, in_features]."""
     found: list[Tensor] = []
-    for segment, of_own, (low_rank, _, of_b) in zip(joined, of_low_rank, _of_segments(joined, kept), strict=True):
+    for segment, of_own, (low_rank, _, _) in zip(joined, of_low_rank, _of_segments(joined, kept), strict=True):
         own_x = _rows(x, segment)
         if segment.ends is None:
-            of_all_a = torch.mm(of_own.t(), own_x)
+            of_all_a = sum_over_rows(of_own, own_x)
         else:
             of_all_a = _of_adapters(grouped_mm(of_own.t(), own_x, offs=segment.ends), segment)
-        for layer, place, scale, lora_b in zip(segment.layers, segment.columns, segment.scales, of_b, strict=True):
+        for layer, place, scale in zip(segment.layers, segment.columns, segment.scales, strict=True):
             gradient, own = _rows(of_outputs[layer], segment), _columns(low_rank, place)
             if segment.ends is None:
-                of_lora_b = torch.empty_like(lora_b).addmm_(gradient.t(), own, beta=0, alpha=scale)
+                of_lora_b = sum_over_rows(gradient, own, scale=scale)
             else:
                 of_lora_b = _of_adapters(grouped_mm(gradient.contiguous().t(), own, offs=segment.ends), segment)
             found += [of_all_a[..., place, :], of_lora_b]

@@ -1,0 +1,86 @@
+"""Products of matrices, by torch's default, or by its oneDNN where that is faster: float32 on a CPU of AMD with AVX-512.
+
+There torch's default, Intel's MKL, does not use AVX-512, and oneDNN takes less than half of its time
+(`python -m benchmarks.products`). torch has oneDNN's product only under the name that torch.compile calls. A row of a
+result has the same bits, however many rows there are beside it; a row alone may have others.
+
+oneDNN compiles code for each new shape, which takes 0.2 to 0.4 ms and half a MiB. So products of a segment's own rows
+take MKL below `FEW` rows, which does not depend on other rows. Knows nothing of layers or adapters.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+FEW, ROWS_OF_SUM = 256, 1024
+"""`ROWS_OF_SUM`: oneDNN adds all numbers of a sum in their order, so the error would grow with the number of rows."""
+_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "16"}
+"""How many shapes' code oneDNN keeps, at most 140 MiB, and how many shapes' buffers torch. By default both keep 1,024,
+which come to gigabytes where each batch has other shapes."""
+
+
+def bound_shapes() -> None:
+    """Bound what products of ever new shapes keep. Must be called before the process's first product."""
+    for name, count in _KEPT.items():
+        os.environ.setdefault(name, count)
+
+
+@functools.cache
+def onednn_is_faster() -> bool:
+    """Whether this machine's processor is AMD's, with AVX-512, and torch has oneDNN's product."""
+    try:
+        of_amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return (
+        of_amd
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, few: int = 0) -> Tensor:
+    """x weight^T + bias. x [..., inputs], weight [outputs, inputs], bias [outputs], of one dtype, in any strides;
+    returns [..., outputs] in memory of its own. No autograd. few: below so many rows, MKL computes."""
+    if not takes_onednn(x, few):
+        return torch.nn.functional.linear(x, weight, bias)
+    made = torch.ops.mkldnn._linear_pointwise(x.reshape(-1, x.shape[-1]), weight, bias, "none", [], "")
+    return torch.ops.aten._unsafe_view(made, [*x.shape[:-1], len(weight)]) if x.ndim > 2 else made
+
+
+def product_into(total: Tensor, a: Tensor, b: Tensor, *, scale: float = 1.0, keep: bool = True, few: int = 0) -> None:
+    """total [R, n] becomes scale a b, plus what it was with `keep`. a [R, m], b [m, n]."""
+    if not takes_onednn(a, few):
+        total.addmm_(a, b, beta=int(keep), alpha=scale)
+    elif keep:
+        total.add_(linear(a, b.t()), alpha=scale)
+    else:
+        torch.mul(linear(a, b.t()), scale, out=total)
+
+
+def sum_over_rows(a: Tensor, b: Tensor, *, scale: float = 1.0) -> Tensor:
+    """scale a^T b, [m, n]. a [R, m], b [R, n]."""
+    if not takes_onednn(a, FEW):
+        return a.new_empty(a.shape[1], b.shape[1]).addmm_(a.t(), b, beta=0, alpha=scale)
+    if turned := a.shape[1] > b.shape[1]:  # faster with the fewer columns first
+        a, b = b, a
+    total, *others = (linear(*each) for each in zip(_blocks(a), _blocks(b), strict=True))
+    for other in others:
+        total += other
+    total *= scale
+    return total.t().contiguous() if turned else total
+
+
+def _blocks(x: Tensor) -> list[Tensor]:
+    return [block.t() for block in x.split(ROWS_OF_SUM)]
+
+
+def takes_onednn(x: Tensor, few: int = 0) -> bool:
+    """Whether products of x [..., inputs] with frozen weights are oneDNN's. few: as for `linear`."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() >= few * x.shape[-1] and onednn_is_faster()
