@@ -1,11 +1,11 @@
-"""Products of matrices, by torch's default, or by its oneDNN where that is faster: float32 on a CPU of AMD with AVX-512.
+"""Products of matrices, by torch's default or, where that is faster, by its oneDNN: float32 on an AMD CPU with AVX-512.
 
 There torch's default, Intel's MKL, does not use AVX-512, and oneDNN takes less than half of its time
 (`python -m benchmarks.products`). torch has oneDNN's product only under the name that torch.compile calls. A row of a
 result has the same bits, however many rows there are beside it; a row alone may have others.
 
-oneDNN compiles code for each new shape, which takes 0.2 to 0.4 ms and half a MiB. So products of a segment's own rows
-take MKL below `FEW` rows, which does not depend on other rows. Knows nothing of layers or adapters.
+oneDNN compiles code for each new shape, which takes 0.2 to 0.4 ms and half a MiB. So MKL computes small products. Knows
+nothing of layers or adapters.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-FEW, ROWS_OF_SUM = 256, 1024
-"""`ROWS_OF_SUM`: oneDNN adds all numbers of a sum in their order, so the error would grow with the number of rows."""
+SMALL = 2**22
+"""Multiplications, of which MKL does some 50,000 in a microsecond."""
+ROWS_OF_SUM = 1024
+"""oneDNN adds all numbers of a sum in their order, so the error would grow with the number of rows."""
 _KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "16"}
 """How many shapes' code oneDNN keeps, at most 140 MiB, and how many shapes' buffers torch. By default both keep 1,024,
 which come to gigabytes where each batch has other shapes."""
@@ -45,42 +47,45 @@ def onednn_is_faster() -> bool:
     )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, few: int = 0) -> Tensor:
+def takes_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN computes x weight^T. x [..., inputs], weight [outputs, inputs]."""
+    is_float32_on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
+    return is_float32_on_cpu and x.numel() * len(weight) >= SMALL and onednn_is_faster()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias. x [..., inputs], weight [outputs, inputs], bias [outputs], of one dtype, in any strides;
-    returns [..., outputs] in memory of its own. No autograd. few: below so many rows, MKL computes."""
-    if not takes_onednn(x, few):
+    returns [..., outputs] in memory of its own. No autograd."""
+    if not takes_onednn(x, weight):
         return torch.nn.functional.linear(x, weight, bias)
-    made = torch.ops.mkldnn._linear_pointwise(x.reshape(-1, x.shape[-1]), weight, bias, "none", [], "")
+    made = _onednn(x.reshape(-1, x.shape[-1]), weight, bias)
     return torch.ops.aten._unsafe_view(made, [*x.shape[:-1], len(weight)]) if x.ndim > 2 else made
 
 
-def product_into(total: Tensor, a: Tensor, b: Tensor, *, scale: float = 1.0, keep: bool = True, few: int = 0) -> None:
+def product_into(total: Tensor, a: Tensor, b: Tensor, *, scale: float = 1.0, keep: bool = True) -> None:
     """total [R, n] becomes scale a b, plus what it was with `keep`. a [R, m], b [m, n]."""
-    if not takes_onednn(a, few):
+    if not takes_onednn(a, b.t()):
         total.addmm_(a, b, beta=int(keep), alpha=scale)
     elif keep:
-        total.add_(linear(a, b.t()), alpha=scale)
+        total.add_(_onednn(a, b.t()), alpha=scale)
     else:
-        torch.mul(linear(a, b.t()), scale, out=total)
+        torch.mul(_onednn(a, b.t()), scale, out=total)
 
 
 def sum_over_rows(a: Tensor, b: Tensor, *, scale: float = 1.0) -> Tensor:
     """scale a^T b, [m, n]. a [R, m], b [R, n]."""
-    if not takes_onednn(a, FEW):
+    if not takes_onednn(a.t(), b.t()):
         return a.new_empty(a.shape[1], b.shape[1]).addmm_(a.t(), b, beta=0, alpha=scale)
     if turned := a.shape[1] > b.shape[1]:  # faster with the fewer columns first
         a, b = b, a
-    total, *others = (linear(*each) for each in zip(_blocks(a), _blocks(b), strict=True))
+    total, *others = (
+        _onednn(own.t(), other.t()) for own, other in zip(a.split(ROWS_OF_SUM), b.split(ROWS_OF_SUM), strict=True)
+    )
     for other in others:
         total += other
     total *= scale
     return total.t().contiguous() if turned else total
 
 
-def _blocks(x: Tensor) -> list[Tensor]:
-    return [block.t() for block in x.split(ROWS_OF_SUM)]
-
-
-def takes_onednn(x: Tensor, few: int = 0) -> bool:
-    """Whether products of x [..., inputs] with frozen weights are oneDNN's. few: as for `linear`."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() >= few * x.shape[-1] and onednn_is_faster()
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

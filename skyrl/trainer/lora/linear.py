@@ -210,9 +210,8 @@ class MultiLoraLinear(nn.Module):
         return self._with_updates(rows, [update])
 
     def _with_updates(self, x: Tensor, updates: Sequence[Update]) -> Tensor:
-        """Rows without an update have the same bits as beside rows that have one."""
         weight = self.base.weight
-        if updates or (takes_onednn(x) and not weight.requires_grad):
+        if updates or (takes_onednn(x, weight) and not weight.requires_grad):
             return linear_with_updates(x, weight, self.base.bias, updates)
         return self.base(x)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from skyrl.trainer.kernels.dense import FEW, linear, product_into, sum_over_rows
+from skyrl.trainer.kernels.dense import linear, product_into, sum_over_rows
 
 
 class RowsUpdate(NamedTuple):
@@ -110,7 +110,7 @@ def products(
         rows = _rows(x, segment)
         all_a = _one_below_another([lora_a for lora_a, _ in pairs])
         if segment.ends is None:
-            low_rank = linear(rows, all_a, few=FEW)
+            low_rank = linear(rows, all_a)
         else:
             low_rank = grouped_mm(rows, all_a.transpose(1, 2), offs=segment.ends)
         for layer, columns, scale, (_, lora_b) in zip(
@@ -118,7 +118,7 @@ def products(
         ):
             of_rows, own = _rows(flat[layer], segment), _columns(low_rank, columns)
             if segment.ends is None:
-                product_into(of_rows, own, lora_b.t(), scale=scale, few=FEW)
+                product_into(of_rows, own, lora_b.t(), scale=scale)
             else:
                 of_rows.add_(grouped_mm(own, lora_b.transpose(1, 2), offs=segment.ends))
         kept += [low_rank, *(matrix for pair in pairs for matrix in pair)]
@@ -150,7 +150,7 @@ def of_low_ranks(of_outputs: Sequence[Tensor], joined: Sequence[Joined], kept: S
         for layer, place, scale, lora_b in zip(segment.layers, segment.columns, segment.scales, of_b, strict=True):
             gradient, own = _rows(of_outputs[layer], segment), _columns(found[-1], place)
             if segment.ends is None:
-                product_into(own, gradient, lora_b, scale=scale, keep=False, few=FEW)
+                product_into(own, gradient, lora_b, scale=scale, keep=False)
             else:
                 own.copy_(grouped_mm(gradient.contiguous(), lora_b, offs=segment.ends))
     return found
@@ -170,7 +170,7 @@ def input_gradient(
     for segment, own, (_, of_a, _) in zip(joined, of_low_rank, _of_segments(joined, kept), strict=True):
         all_a = _one_below_another(of_a)
         if segment.ends is None:
-            product_into(_rows(of_x, segment), own, all_a, few=FEW)
+            product_into(_rows(of_x, segment), own, all_a)
         else:
             _rows(of_x, segment).add_(grouped_mm(own, all_a, offs=segment.ends))
     return of_x

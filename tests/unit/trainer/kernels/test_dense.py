@@ -19,6 +19,7 @@ def onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     if request.param and not _HAS_ONEDNN:
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(dense, "onednn_is_faster", lambda: request.param)
+    monkeypatch.setattr(dense, "SMALL", 0)
     return request.param
 
 
@@ -49,7 +50,7 @@ def test_linear_is_that_of_float64(onednn: bool, shape: tuple[int, ...], with_bi
 def test_a_product_is_added_to_some_rows_of_a_tensor(onednn: bool, rows: int, keep: bool) -> None:
     whole, low_rank, b = _numbers(rows + 9, 40), _numbers(rows, 12, seed=1), _numbers(8, 40, seed=2)
     a, before = low_rank[:, 3:11], whole.clone()
-    dense.product_into(whole[4:-5], a, b, scale=0.5, keep=keep, few=dense.FEW)
+    dense.product_into(whole[4:-5], a, b, scale=0.5, keep=keep)
     exact = 0.5 * a.double() @ b.double()
     _close(whole[4:-5], exact + before[4:-5].double() if keep else exact)
     assert torch.equal(whole[:4], before[:4])
@@ -88,7 +89,7 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 prepare_device(1)
-dense.onednn_is_faster = lambda: True
+dense.onednn_is_faster, dense.SMALL = lambda: True, 0
 x, weight = torch.randn(2000, 64), torch.randn(32, 64)
 for rows in range(2, 302):
     dense.linear(x[:rows], weight)
@@ -106,9 +107,11 @@ def test_what_a_process_keeps_of_shapes_is_bounded() -> None:
     assert float(made.stdout) < 100
 
 
-def test_only_float32_on_a_cpu_takes_onednn(onednn: bool) -> None:
-    assert dense.takes_onednn(torch.zeros(3, 4)) == onednn
-    assert not dense.takes_onednn(torch.zeros(3, 4, dtype=torch.bfloat16))
-    assert not dense.takes_onednn(torch.zeros(3, 4, device="meta"))
-    assert dense.takes_onednn(torch.zeros(2, 128, 4), few=256) == onednn
-    assert not dense.takes_onednn(torch.zeros(255, 4), few=256)
+def test_only_large_products_of_float32_on_a_cpu_take_onednn(onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.zeros(512, 64)
+    monkeypatch.undo()
+    monkeypatch.setattr(dense, "onednn_is_faster", lambda: onednn)
+    assert dense.takes_onednn(torch.zeros(2, 64, 64), weight) == onednn
+    assert not dense.takes_onednn(torch.zeros(127, 64), weight)
+    assert not dense.takes_onednn(torch.zeros(128, 64, dtype=torch.bfloat16), weight.bfloat16())
+    assert not dense.takes_onednn(torch.zeros(128, 64, device="meta"), weight.to("meta"))
