@@ -47,16 +47,16 @@ def onednn_is_faster() -> bool:
     )
 
 
-def takes_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN computes x weight^T. x [..., inputs], weight [outputs, inputs]."""
-    is_float32_on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
-    return is_float32_on_cpu and x.numel() * len(weight) >= SMALL and onednn_is_faster()
+def takes_onednn(x: Tensor, outputs: int) -> bool:
+    """Whether oneDNN computes products of x [..., inputs] with `outputs` columns."""
+    is_large = x.numel() * outputs >= SMALL  # first, because it costs least
+    return is_large and x.dtype == torch.float32 and x.device.type == "cpu" and onednn_is_faster()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias. x [..., inputs], weight [outputs, inputs], bias [outputs], of one dtype, in any strides;
     returns [..., outputs] in memory of its own. No autograd."""
-    if not takes_onednn(x, weight):
+    if not takes_onednn(x, len(weight)):
         return torch.nn.functional.linear(x, weight, bias)
     made = _onednn(x.reshape(-1, x.shape[-1]), weight, bias)
     return torch.ops.aten._unsafe_view(made, [*x.shape[:-1], len(weight)]) if x.ndim > 2 else made
@@ -64,7 +64,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def product_into(total: Tensor, a: Tensor, b: Tensor, *, scale: float = 1.0, keep: bool = True) -> None:
     """total [R, n] becomes scale a b, plus what it was with `keep`. a [R, m], b [m, n]."""
-    if not takes_onednn(a, b.t()):
+    if not takes_onednn(a, b.shape[1]):
         total.addmm_(a, b, beta=int(keep), alpha=scale)
     elif keep:
         total.add_(_onednn(a, b.t()), alpha=scale)
@@ -74,7 +74,7 @@ def product_into(total: Tensor, a: Tensor, b: Tensor, *, scale: float = 1.0, kee
 
 def sum_over_rows(a: Tensor, b: Tensor, *, scale: float = 1.0) -> Tensor:
     """scale a^T b, [m, n]. a [R, m], b [R, n]."""
-    if not takes_onednn(a.t(), b.t()):
+    if not takes_onednn(a, b.shape[1]):
         return a.new_empty(a.shape[1], b.shape[1]).addmm_(a.t(), b, beta=0, alpha=scale)
     if turned := a.shape[1] > b.shape[1]:  # faster with the fewer columns first
         a, b = b, a

@@ -211,7 +211,7 @@ class MultiLoraLinear(nn.Module):
 
     def _with_updates(self, x: Tensor, updates: Sequence[Update]) -> Tensor:
         weight = self.base.weight
-        if updates or (takes_onednn(x, weight) and not weight.requires_grad):
+        if updates or (takes_onednn(x, len(weight)) and not weight.requires_grad):
             return linear_with_updates(x, weight, self.base.bias, updates)
         return self.base(x)
 
