@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from skyrl.base.config.server import ConfigError
 from skyrl.trainer.adamw import CHUNK
 from skyrl.trainer.experts.routing import CORRECTIONS
 from skyrl.trainer.files.tensor_files import Shapes
 from skyrl.trainer.full.parameters import FullParameters
+from skyrl.trainer.kernels.dense import install, trained_linear
 from skyrl.trainer.lora.files import STATE_JSON
 from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.model.logprobs import OutputLayer
@@ -40,6 +40,7 @@ class PlainModel(PackedModel):
     def _wrap(self, model: Any, *, mlp_of_mixtures: bool) -> None:
         if not hasattr(model.get_decoder(), "layers"):
             raise ValueError("its decoder has no list of `layers`; its architecture is not supported")
+        install(model)
 
     @property
     def lm_head(self) -> OutputLayer:
@@ -48,7 +49,7 @@ class PlainModel(PackedModel):
         weight, bias = Reused(head.weight), None if head.bias is None else Reused(head.bias)
 
         def linear(rows: Tensor, segment: LoraSegment) -> Tensor:
-            return functional.linear(rows, weight.use(), None if bias is None else bias.use())
+            return trained_linear(rows, weight.use(), None if bias is None else bias.use())
 
         return self._output_layer(linear, head)
 

@@ -66,6 +66,24 @@ def test_a_sum_over_rows_is_that_of_float64(onednn: bool, columns: tuple[int, in
     _close(made, 3 * a.double().t() @ b.double())
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_trained_layer_has_the_gradients_of_float64(onednn: bool, with_bias: bool) -> None:
+    layer = torch.nn.Linear(24, 40, bias=with_bias)
+    dense.install(torch.nn.Sequential(layer))
+    x, gradient = _numbers(2, 300, 24).requires_grad_(), _numbers(2, 300, 40, seed=1)
+    leaves = [x, *layer.parameters()]
+    exact = torch.nn.functional.linear(*(each.double() for each in leaves))
+    made = layer(x)
+    assert (type(made.grad_fn).__name__ == "_LinearBackward") == onednn
+    _close(made.detach(), exact.detach())
+    for found, of_exact in zip(
+        torch.autograd.grad(made, leaves, gradient),
+        torch.autograd.grad(exact, leaves, gradient.double()),
+        strict=True,
+    ):
+        _close(found, of_exact.double())
+
+
 def test_a_row_has_the_same_bits_beside_any_others(onednn: bool) -> None:
     """But for the very few rows for which the library has kernels of their own."""
     x, weight, low_rank = _numbers(1000, 320), _numbers(128, 320, seed=1), _numbers(32, 128, seed=2)
