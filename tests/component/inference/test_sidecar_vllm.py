@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -67,14 +68,20 @@ async def served(served: RunningServer) -> AsyncIterator[Served]:
 
 
 async def until_running(served: Served, samples: int) -> None:
-    """Wait until vLLM itself runs this many samples."""
-    while True:
-        async with served.session.get(f"{served.url}/metrics") as answer:
-            lines = (await answer.text()).splitlines()
-        running = sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
-        if running == samples:
-            return
+    """Wait until vLLM itself runs this many samples. It counts them with each step that it computes, so a sample of one
+    token is asked for meanwhile."""
+    end = time.monotonic() + 60
+    while (running := await _running(served)) != samples:
+        assert time.monotonic() < end, f"vLLM runs {running}, not {samples}"
         await asyncio.sleep(0.01)
+        if samples == 0 and time.monotonic() > end - 50:
+            await served.completion(max_tokens=1)
+
+
+async def _running(served: Served) -> float:
+    async with served.session.get(f"{served.url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
 
 
 async def test_greedy_ids_text_and_logprobs_are_vllms(served: Served) -> None:
