@@ -19,7 +19,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from benchmarks import cuda_attention
 
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_grouped_mm"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_grouped_mm", "add_grouped"}
+"""The last one is the kernel `between.add_grouped`."""
 ATTENTION = {cuda_attention.FORWARD, cuda_attention.BACKWARD}
 _TAKES_SOME = {"index_select", "embedding", "gather", "index", "take"}
 """They read of their first tensor what they give."""
@@ -61,6 +62,9 @@ class Call:
         """Multiplications and additions; 0 for what is neither a product nor attention."""
         if self.name in ATTENTION:
             return _of_attention(self)
+        if self.name == "add_grouped":
+            out, x = self.args[:2]
+            return 2 * out.numel() * x.shape[-1]
         if self.func is None:
             return 0
         if self.name == "_grouped_mm":
@@ -102,7 +106,7 @@ class Call:
 
     def sizes(self) -> tuple[int, int, int] | None:
         """(rows, numbers that are summed, columns) of a product; None if it is none."""
-        if self._plain not in PRODUCTS or self.func is None:
+        if self._plain not in PRODUCTS:
             return None
         one, other = [tensor for tensor in self.given if tensor.ndim >= 1 and tensor.is_floating_point()][-2:]
         columns = 1 if other.ndim == 1 else other.shape[-1]

@@ -157,11 +157,25 @@ def test_kernels_between_the_products_and_of_logprobs_change_nothing_else(tmp_pa
     assert {"norms_of", "into_gradient"} <= names
 
 
+def test_a_kernel_adds_the_products_of_stacked_adapters(tmp_path: Path) -> None:
+    """Of layers and of the output layer: the FLOP stay, and no sum is an operation of its own any more."""
+    path = make_config(tmp_path, "0.6b", 2)
+    row = replace(ROW, ranks=(8, 8))
+    plain, kernels = (roofline.work_of(path, row, 8192, CARDS["H100"], kernels=each) for each in (False, True))
+    alone = roofline.work_of(path, ROW, 8192, CARDS["H100"], kernels=True)
+    assert kernels.parts["adapters"][1] == plain.parts["adapters"][1] > 0
+    of_layers = 2 * (7 + 4)  # forward, and backward but to the first layer's input
+    assert kernels.counts["pass"]["add_grouped"] == of_layers - 1 + 2
+    assert kernels.parts["adapters"][5] > 0
+    assert kernels.parts["logits"][5] > 0
+    assert plain.counts["pass"]["add_"] > kernels.counts["pass"]["add_"] == alone.counts["pass"]["add_"]
+
+
 def test_measured_times_give_the_factors_of_kernels() -> None:
     """Both sums of the run on an H100 come out again; a short pass takes as long as its small kernels."""
     bound, measured = roofline.BOUND, roofline.MEASURED
-    long = np.array([0, 0, 0, bound["all"], bound["products"]])
-    short = np.array([bound["operations_of_short"], 0, 0, bound["short"], 0])
+    long = np.array([0, 0, 0, bound["all"], bound["products"], 0])
+    short = np.array([bound["operations_of_short"], 0, 0, bound["short"], 0, 0])
     assert roofline.H100.seconds(long) == pytest.approx(measured["all"])
     assert roofline.H100.seconds(short) == pytest.approx(measured["short"])
     assert 1 < roofline.H100.products < roofline.H100.others, "no kernel beats its bound"
