@@ -21,7 +21,9 @@ from benchmarks import cuda_attention
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_grouped_mm", "add_grouped"}
 """The last one is the kernel `between.add_grouped`."""
-ATTENTION = {cuda_attention.FORWARD, cuda_attention.BACKWARD}
+VARLEN = {cuda_attention.VARLEN: 2, cuda_attention.VARLEN_BACKWARD: 5}
+"""How many products of queries and keys, or as large ones, each makes."""
+ATTENTION = {cuda_attention.FORWARD, cuda_attention.BACKWARD, *VARLEN}
 _TAKES_SOME = {"index_select", "embedding", "gather", "index", "take"}
 """They read of their first tensor what they give."""
 _CHANGES_SOME = {"index_add_": 3, "index_copy_": 2, "index_put_": 2, "_index_put_impl_": 2, "scatter_add_": 3}
@@ -120,6 +122,10 @@ def size_of(tensor: Tensor) -> int:
 
 
 def _of_attention(call: Call) -> int:
+    if call.name in VARLEN:
+        pairs = next(each.pairs for each in call.args if hasattr(each, "pairs"))
+        _, heads, size = call.args[0].shape  # of queries or of the result's gradient
+        return 2 * VARLEN[call.name] * pairs * heads * size
     backward = call.name == cuda_attention.BACKWARD
     query, key, value = call.args[1:4] if backward else call.args[:3]
     heads = query.shape[1]
