@@ -8,7 +8,10 @@ import torch
 from between_cases import cases
 from triton_interpreter import compute_as_a_gpu
 
+from skyrl.trainer.kernels.between import IN_TORCH
 from skyrl.trainer.kernels.triton_kernels import IN_TRITON
+from skyrl.trainer.lora.linear import linear_with_updates
+from skyrl.trainer.lora.products import StackedUpdate
 
 DTYPES = (torch.float32, torch.bfloat16)
 # exp(200) is infinite, and its inverse 0, as on a GPU
@@ -53,6 +56,20 @@ def test_matrices_that_are_not_finite_spoil_their_own_rows() -> None:
     matrices[1] = torch.nan
     found = IN_TRITON.add_grouped(out, x, matrices, torch.tensor([5, 9, 20], dtype=torch.int32))
     assert found.isfinite().all(1).tolist() == [True] * 5 + [False] * 4 + [True] * 11
+
+
+def test_a_layer_with_stacked_adapters_gives_what_it_gives_without_the_kernel() -> None:
+    """On some of its rows, forward and backward."""
+    x, weight, gradient = torch.randn(70, 40), torch.randn(48, 40), torch.randn(70, 48)
+    lora_a, lora_b, ends = torch.randn(3, 8, 40), torch.randn(3, 48, 8), torch.tensor([4, 30, 62], dtype=torch.int32)
+    found: list[tuple[torch.Tensor, ...]] = []
+    for add in (IN_TORCH.add_grouped, IN_TRITON.add_grouped):
+        leaves = [each.clone().requires_grad_() for each in (x, lora_a, lora_b)]
+        update = StackedUpdate(3, 65, leaves[1], leaves[2], ends, add)
+        output = linear_with_updates(leaves[0], weight, None, [update])
+        found.append((output.detach(), *torch.autograd.grad(output, leaves, gradient)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_no_rows() -> None:
