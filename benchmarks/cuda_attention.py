@@ -1,11 +1,14 @@
 """torch's attention as one operation forward and one backward, as CUDA's fused kernels have it, for tensors on the meta
-device: there torch would compute it of many others.
+device: there torch would compute it of many others. Its kernel for sequences of any lengths works there; only their
+lengths are numbers of the device, so a tensor of them is told how many pairs of queries and keys they make.
 
 Computes shapes alone. Knows nothing of what is counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from skyrl.trainer.attention import varlen
+
 FORWARD, BACKWARD = "attention", "attention_backward"
+VARLEN, VARLEN_BACKWARD = "_varlen_attn", "_varlen_attn_backward"
 
 
 @torch.library.custom_op("skyrl_benchmarks::attention", mutates_args=())
@@ -81,6 +87,22 @@ def _attention(
     return _forward(query, key, value, attn_mask, is_causal)[0]
 
 
-def attention_as_on_cuda() -> Any:
-    """A patch of torch's function."""
-    return patch.object(functional, "scaled_dot_product_attention", _attention)
+@contextmanager
+def attention_as_on_cuda() -> Iterator[None]:
+    with (
+        patch.object(functional, "scaled_dot_product_attention", _attention),
+        patch.object(varlen, "_call", _with_pairs),
+    ):
+        yield
+
+
+_call = varlen._call
+
+
+def _with_pairs(queries: Any, keys: Any, window: tuple[int, int], *others: Any) -> varlen.Call:
+    """As `varlen._call`."""
+    made: Any = _call(queries, keys, window, *others)
+    assert window in (varlen.CAUSAL, varlen.UNBOUNDED)
+    unseen = (queries * (queries - 1) // 2).sum() if window == varlen.CAUSAL else 0
+    made.queries.pairs = int((queries * keys).sum() - unseen)
+    return made

@@ -94,6 +94,8 @@ class _Recorder:
         signature, attributes, fixed = {}, {}, dict(constants)
         for place, (name, value) in enumerate(zip(self._kernel.arg_names, arguments, strict=False)):
             signature[name] = _type(value)
+            if self._kernel.params[place].do_not_specialize:
+                continue
             if value is None or (isinstance(value, int) and value == 1):
                 signature[name], fixed[name] = "constexpr", value
             elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
@@ -104,12 +106,13 @@ class _Recorder:
 
 def _type(value: Any) -> str:
     if isinstance(value, Tensor):
-        return {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[value.dtype]
+        return {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
 
 
 def launches(shape: Shape, rows: int) -> list[Launch]:
-    """What one call of each function would start on a GPU, of rotations one for queries and one for keys."""
+    """What one call of each function would start on a GPU; of rotations one for queries and one for keys, and of
+    products in groups one with lora_B of rank 8, and one with lora_A of queries, keys and values of rank 32."""
     found: list[Launch] = []
     names = [name for name, value in vars(triton_kernels).items() if isinstance(value, triton.JITFunction)]
     recorders = {name: _Recorder(getattr(triton_kernels, name), found) for name in names if name.endswith("_kernel")}
@@ -141,6 +144,9 @@ def _calls(shape: Shape, rows: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
     wide = empty(rows, shape.mlp)
     yield "swiglu", (wide, wide)
     yield "swiglu_backward", (wide, wide, wide)
+    ends = empty(8, dtype=torch.int32)
+    yield "add_grouped", (wide, empty(rows, 8), empty(8, shape.mlp, 8).transpose(1, 2), ends)
+    yield "add_grouped", (x, empty(rows, 96), empty(8, 96, shape.hidden), ends)
 
 
 def compiled(launch: Launch, capability: int) -> Compiled:

@@ -24,6 +24,7 @@ from skyrl.base.config.backend import Kernels
 from skyrl.base.config.pass_memory import MOST_LOGITS_BYTES
 from skyrl.trainer.device import HostCopy, base_dtype
 from skyrl.trainer.files.config import read_config
+from skyrl.trainer.graphs.pieces import Graphs
 from skyrl.trainer.model.base_model import BaseModel, fuse_norms
 from skyrl.trainer.model.loading import model_class
 from skyrl.trainer.model.recomputation import Setting
@@ -89,6 +90,10 @@ class _Answers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def make_graphs() -> Graphs:
+    raise NotImplementedError("graphs_on_meta makes them")
+
+
 def _load(
     path: str,
     device: torch.device,
@@ -109,9 +114,11 @@ def _load(
         model: Any = model_class(config).from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
     model.eval().requires_grad_(form.trained)
     packed = form.packed(path, model)
-    packed.use_own_kernels(between=sharded_model.between_for(kernels, device))
+    packed.use_own_kernels(varlen=varlen, between=sharded_model.between_for(kernels, device))
     packed.logprobs_in_kernels = kernels == "triton"
     fuse_norms(packed)
     packed.recompute(gradient_checkpointing)
+    if graphs:
+        packed.use_graphs(make_graphs())
     total = sum(parameter.numel() for parameter in packed.parameters())
     return ShardedModel(BaseModel(path, device, packed, config), EVERY_EXPERT, dtype, total, {}, None)

@@ -19,8 +19,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from benchmarks import cuda_attention
 
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_grouped_mm"}
-ATTENTION = {cuda_attention.FORWARD, cuda_attention.BACKWARD}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_grouped_mm", "add_grouped"}
+"""The last one is the kernel `between.add_grouped`."""
+VARLEN = {cuda_attention.VARLEN: 2, cuda_attention.VARLEN_BACKWARD: 5}
+"""How many products of queries and keys, or as large ones, each makes."""
+ATTENTION = {cuda_attention.FORWARD, cuda_attention.BACKWARD, *VARLEN}
 _TAKES_SOME = {"index_select", "embedding", "gather", "index", "take"}
 """They read of their first tensor what they give."""
 _CHANGES_SOME = {"index_add_": 3, "index_copy_": 2, "index_put_": 2, "_index_put_impl_": 2, "scatter_add_": 3}
@@ -61,6 +64,9 @@ class Call:
         """Multiplications and additions; 0 for what is neither a product nor attention."""
         if self.name in ATTENTION:
             return _of_attention(self)
+        if self.name == "add_grouped":
+            out, x = self.args[:2]
+            return 2 * out.numel() * x.shape[-1]
         if self.func is None:
             return 0
         if self.name == "_grouped_mm":
@@ -102,7 +108,7 @@ class Call:
 
     def sizes(self) -> tuple[int, int, int] | None:
         """(rows, numbers that are summed, columns) of a product; None if it is none."""
-        if self._plain not in PRODUCTS or self.func is None:
+        if self._plain not in PRODUCTS:
             return None
         one, other = [tensor for tensor in self.given if tensor.ndim >= 1 and tensor.is_floating_point()][-2:]
         columns = 1 if other.ndim == 1 else other.shape[-1]
@@ -116,6 +122,10 @@ def size_of(tensor: Tensor) -> int:
 
 
 def _of_attention(call: Call) -> int:
+    if call.name in VARLEN:
+        pairs = next(each.pairs for each in call.args if hasattr(each, "pairs"))
+        _, heads, size = call.args[0].shape  # of queries or of the result's gradient
+        return 2 * VARLEN[call.name] * pairs * heads * size
     backward = call.name == cuda_attention.BACKWARD
     query, key, value = call.args[1:4] if backward else call.args[:3]
     heads = query.shape[1]

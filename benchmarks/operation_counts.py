@@ -61,17 +61,17 @@ class Operations(TorchDispatchMode):
         """Of copies to the host their numbers, and how many forwards had begun before."""
         self._made = self._arrived = 0
         """The numbers of the last copy, and of the last one that is known to have arrived."""
-        self._is_counting = False
+        self.is_counting = False
         """Between enter and exit, and outside of kernels of `as_one`."""
 
     def __enter__(self) -> Self:
-        self._is_counting = True
+        self.is_counting = True
         self._host.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._is_counting = False
+        self.is_counting = False
         super().__exit__(*error)
         self._host.__exit__(*error)
 
@@ -82,7 +82,7 @@ class Operations(TorchDispatchMode):
         if name in _WAITS or (name == "index" and _has_mask(args[1])):
             self.waited()
         made = func(*args, **(kwargs or {}))
-        if self._is_counting and not func.is_view and name not in _NO_LAUNCH:
+        if self.is_counting and not func.is_view and name not in _NO_LAUNCH:
             self.started(name, self._phases[-1], func, args, kwargs or {}, made)
         return made
 
@@ -98,13 +98,13 @@ class Operations(TorchDispatchMode):
 
         @functools.wraps(function)
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_counting:
+            if not self.is_counting:
                 return function(*args, **kwargs)
-            self._is_counting = False
+            self.is_counting = False
             try:
                 made = function(*args, **kwargs)
             finally:
-                self._is_counting = True
+                self.is_counting = True
             self.started(name, self._phases[-1], None, args, kwargs, made)
             return made
 

@@ -9,6 +9,9 @@ adds. Kernels take longer: `MEASURED` has the one run on an H100, `BOUND` the es
 H100" multiplies products and all else by the factors that were found so; a part takes at least the time of as many
 small kernels. The host starts operations while the GPU computes, so a step takes the longer of both.
 
+Each row is estimated for `BUILDS`: this build, with each switch for GPUs alone, and with all; and for rows of one
+tenant the loop over PEFT. Of graphs (`graphs_on_meta`) the host starts one operation each.
+
 Parts: `products` with the base model's weights, `adapters`: low-rank products, `attention`: its kernels, `between`:
 all else that a layer starts, `logits`: all that is as wide as the vocabulary, `rest`: of a micro-batch outside its
 layers, `optimizer`. `--beside`: the result of another build, to show beside this one's.
@@ -20,7 +23,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,17 +33,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from transformers.utils import logging
 
 from benchmarks import machine, program
 from benchmarks.cards import CARDS, Card
+from benchmarks.graphs_on_meta import MetaRecorder, graphs_on_meta
 from benchmarks.on_meta import SHAPES, as_on_meta, make_config
 from benchmarks.operation_costs import ATTENTION, Call
 from benchmarks.operation_counts import Operations, in_phase
+from benchmarks.peft_on_meta import PeftOnMeta, peft_on_meta
 from benchmarks.table import aligned, number
 from benchmarks.trainer_flops import model_flops
 from benchmarks.trainer_rows import FULL, OF_GPU, BatchRow, tokens_of
-from benchmarks.trainer_ways import SkyrlWay
+from benchmarks.trainer_ways import SkyrlWay, Way
 from skyrl.trainer.kernels import logprobs
 from skyrl.trainer.kernels.between import IN_TORCH, Between
 from skyrl.trainer.model.packed_model import PackedModel
@@ -55,7 +61,17 @@ MICRO_BATCH = {"0.6b": 8192, "8b": 4096}
 LOW_RANK = 128
 """A product with a side of at most so many numbers is an adapter's: micro-batches have more rows."""
 Numbers = npt.NDArray[np.float64]
-"""Operations, FLOP, bytes, seconds, and seconds of products."""
+"""Operations, FLOP, bytes, seconds, of these seconds those of torch's products and of products of own kernels; and how
+many operations the host starts, fewer than there are in graphs."""
+BUILDS: dict[str, dict[str, Any]] = {
+    "now": {},
+    "kernels": {"trainer.kernels": "triton"},
+    "varlen": {"trainer.attention": "varlen"},
+    "graphs": {"trainer.cuda_graphs": True},
+    "all": {"trainer.kernels": "triton", "trainer.attention": "varlen", "trainer.cuda_graphs": True},
+    "peft": {},
+}
+"""By name their switches. The last one is the loop over PEFT, for rows of one tenant."""
 
 
 class Work(Operations):
@@ -65,7 +81,7 @@ class Work(Operations):
         super().__init__()
         self._card, self._vocabulary = card, vocabulary
         self.micro_batches = 0
-        self.parts: dict[str, Numbers] = {part: np.zeros(5) for part in PARTS}
+        self.parts: dict[str, Numbers] = {part: np.zeros(7) for part in PARTS}
 
     def started(
         self, name: str, phase: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
@@ -78,7 +94,26 @@ class Work(Operations):
         flop, moved = call.flop(), call.moved()
         seconds = self._card.seconds(flop, moved, call.dtype)
         of_products = seconds if flop and name not in ATTENTION else 0.0
-        self.parts[self._part(call, phase, flop)] += (1, flop, moved, seconds, of_products)
+        by_whom = (0.0, of_products) if func is None else (of_products, 0.0)
+        self.parts[self._part(call, phase, flop)] += (1, flop, moved, seconds, *by_whom, 1)
+
+    def measured(self, function: Callable[[], None]) -> dict[str, Numbers]:
+        """What calling a function starts, which is not counted."""
+        before, self.parts = self.parts, {part: np.zeros(7) for part in PARTS}
+        try:
+            with self.phase("measured"), self:
+                function()
+            return self.parts
+        finally:
+            self.parts = before
+
+    def replayed(self, costs: Mapping[str, Numbers]) -> None:
+        """A graph that computes what has cost so much: the host starts one operation."""
+        if not self.is_counting:
+            return
+        for part, numbers in costs.items():
+            self.parts[part][:-1] += numbers[:-1]
+        self.parts["between"][-1] += 1
 
     def in_micro_batches(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward of a micro-batch, counted."""
@@ -131,15 +166,17 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Factors:
-    """How many times its bound a kernel takes, of matrix products and of all else; and its least seconds."""
+    """How many times its bound a kernel takes, of torch's matrix products, of all else, and of products of own kernels;
+    and its least seconds."""
 
     products: float = 1.0
     others: float = 1.0
+    own: float = 1.0
     least: float = 0.0
 
     def seconds(self, numbers: Numbers) -> float:
-        operations, _, _, seconds, of_products = numbers
-        bound = self.products * of_products + self.others * (seconds - of_products)
+        operations, _, _, seconds, of_products, of_own, _ = numbers
+        bound = self.products * of_products + self.own * of_own + self.others * (seconds - of_products - of_own)
         return float(max(bound, self.least * operations))
 
 
@@ -150,9 +187,10 @@ def _total(parts: Mapping[str, Numbers]) -> Numbers:
 @contextmanager
 def counting(work: Work) -> Iterator[None]:
     with ExitStack() as stack:
-        stack.enter_context(in_phase(work, "optimizer", LoraBackend, "optim_step"))
-        forward = work.in_micro_batches(PackedModel.forward)
-        stack.enter_context(patch.object(PackedModel, "forward", forward))
+        for owner, name in ((LoraBackend, "optim_step"), (torch.optim.AdamW, "step")):
+            stack.enter_context(in_phase(work, "optimizer", owner, name))
+        for owner in (PackedModel, Qwen3ForCausalLM):
+            stack.enter_context(patch.object(owner, "forward", work.in_micro_batches(owner.forward)))
         with work.phase("pass"), work:
             yield
 
@@ -169,26 +207,28 @@ def _norms_of(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits.new_empty(len(logits), dtype=torch.float32), logits.new_empty(len(logits), dtype=torch.float32)
 
 
-def work_of(path: str, row: BatchRow, micro_batch: int, card: Card, *, kernels: bool = False) -> Work:
-    """What one step of a row costs with the model of this config.json. kernels: see `in_kernels`."""
+def work_of(path: str, row: BatchRow, micro_batch: int, card: Card, build: str = "now") -> Work:
+    """What one step of a row costs with the model of this config.json. build: one of `BUILDS`."""
     vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
-    settings = {
-        "trainer.micro_batch_tokens": micro_batch,
-        "trainer.gradient_checkpointing": False,
-        "trainer.kernels": "triton" if kernels else "torch",
-    }
+    settings = {"trainer.micro_batch_tokens": micro_batch, "trainer.gradient_checkpointing": False, **BUILDS[build]}
     passes = row.passes(vocabulary)
     work = Work(card, vocabulary)
     with ExitStack() as stack:
         stack.enter_context(as_on_meta())
-        if kernels:
+        if "trainer.kernels" in settings:
             stack.enter_context(patch.object(sharded_model, "between_for", lambda kernels, device: in_kernels(work)))
             for name, function in (("norms_of", _norms_of), ("into_gradient", lambda logits, *_: logits)):
                 stack.enter_context(patch.object(logprobs, name, work.as_one(name, function)))
-        way = SkyrlWay(path, 1, merge=row.merges, config=settings)
+        if "trainer.cuda_graphs" in settings:
+            stack.enter_context(graphs_on_meta(MetaRecorder(work.measured, work.replayed)))
+        if build == "peft":
+            stack.enter_context(peft_on_meta())
+        made = SkyrlWay(path, 1, merge=row.merges, config=settings) if build != "peft" else PeftOnMeta(path)
+        way: Way = made
         try:
             way.start(passes)
-            way.step()  # later steps have moments
+            for _ in range(3):  # later steps have moments, and graphs of all sizes
+                way.step()
             with counting(work):
                 way.step()
         finally:
@@ -196,12 +236,12 @@ def work_of(path: str, row: BatchRow, micro_batch: int, card: Card, *, kernels: 
     return work
 
 
-def estimate(model: str, row: BatchRow, micro_batch: int, card: Card, *, kernels: bool = False) -> Estimate:
-    """model: one of `SHAPES`. kernels: see `in_kernels`."""
+def estimate(model: str, row: BatchRow, micro_batch: int, card: Card, build: str = "now") -> Estimate:
+    """model: one of `SHAPES`. build: one of `BUILDS`."""
     with TemporaryDirectory(prefix="skyrl-roofline-") as directory:
         whole = make_config(Path(directory) / "whole", model)
         two, four = (
-            work_of(make_config(Path(directory) / str(layers), model, layers), row, micro_batch, card, kernels=kernels)
+            work_of(make_config(Path(directory) / str(layers), model, layers), row, micro_batch, card, build)
             for layers in (2, 4)
         )
         passes = row.passes(json.loads((Path(whole) / "config.json").read_text())["vocab_size"])
@@ -214,26 +254,33 @@ def estimate(model: str, row: BatchRow, micro_batch: int, card: Card, *, kernels
     return Estimate(model, row.name, tokens_of(passes), micro_batch, four.micro_batches, flops, layer, step)
 
 
-MEASURED = {"products": 0.049, "all": 0.237, "short": 0.018, "host": 0.350}
+MEASURED = {"products": 0.049, "all": 0.237, "short": 0.018, "host": 0.350, "peft": 8192 / 6180}
 """Seconds of an H100 for a pass of the 0.6 B model with rank 32 (docs/gpu.md, 27 November): matrix products and all
-kernels of 32 x 256 tokens; all kernels of 128 tokens, and the host's time for them."""
-BOUND = {"products": 0.0448, "all": 0.1323, "operations": 13_071, "short": 0.0025, "operations_of_short": 5_799}
+kernels of 32 x 256 tokens; all kernels of 128 tokens, and the host's time for them; and a step of 32 x 256 tokens of
+PEFT's loop, in which the GPU waits, too."""
+BOUND = {
+    **{"products": 0.0448, "all": 0.1323, "operations": 13_071, "short": 0.0025, "operations_of_short": 5_799},
+    "operations_of_peft": 47_253,
+}
 """What this program said of these passes when it was new, and the build nearly that of the run: micro-batches of 4,096
 tokens, transformers' own norms, a layer's operations one by one."""
+_OTHERS = (MEASURED["all"] - MEASURED["products"]) / (BOUND["all"] - BOUND["products"])
 H100 = Factors(
-    MEASURED["products"] / BOUND["products"],
-    (MEASURED["all"] - MEASURED["products"]) / (BOUND["all"] - BOUND["products"]),
-    MEASURED["short"] / BOUND["operations_of_short"],
+    MEASURED["products"] / BOUND["products"], _OTHERS, _OTHERS, MEASURED["short"] / BOUND["operations_of_short"]
 )
+"""Own kernels for products have not run: they are taken to be as far from their bounds as all else."""
+NEAR = replace(H100, own=H100.products)
+"""If they come as near to them as torch's."""
 HOST_S = MEASURED["host"] / BOUND["operations_of_short"]
-"""The host's seconds for an operation."""
+PEFT_HOST_S = MEASURED["peft"] / BOUND["operations_of_peft"]
+"""The host's seconds for an operation, of the backend's and of PEFT's loop."""
 
 
 def described(found: Estimate, card: Card, host_s: float) -> dict[str, Any]:
     """The estimate as JSON: seconds, operations, and what follows for the MFU."""
     total = found.total()
-    bound, as_measured = (sum(found.seconds(each).values()) for each in (Factors(), H100))
-    host = host_s * total[0]
+    bound, as_measured, near = (sum(found.seconds(each).values()) for each in (Factors(), H100, NEAR))
+    host = host_s * total[-1]
     layer = _total(found.layer)
     return {
         "model": found.model,
@@ -241,14 +288,16 @@ def described(found: Estimate, card: Card, host_s: float) -> dict[str, Any]:
         "tokens": found.tokens,
         "micro_batch": found.micro_batch,
         "micro_batches": found.micro_batches,
-        "operations_of_layer": layer[0] / found.micro_batches,
+        "operations_of_layer": layer[-1] / found.micro_batches,
         "gigabytes_of_layer": layer[2] / found.micro_batches / 1e9,
         "layer": {part: [float(each) for each in numbers] for part, numbers in found.layer.items()},
         "step": {part: [float(each) for each in numbers] for part, numbers in found.step.items()},
-        "operations": total[0],
+        "operations": total[-1],
         "bound_s": bound,
         "as_measured_s": as_measured,
+        "own_products_near_s": near,
         "host_s": host,
+        "with_host_s": max(as_measured, host),
         "mfu_bound": found.mfu(card, bound),
         "mfu_as_measured": found.mfu(card, as_measured),
         "mfu_with_host": found.mfu(card, max(as_measured, host)),
@@ -265,8 +314,25 @@ def said() -> str:
         f"times); all else {1e3 * others:.0f} ms at least, measured {1e3 * of_others:.0f} ({H100.others:.2f} times). "
         f"One of 128 tokens: {BOUND['operations_of_short']:,} operations, {1e3 * BOUND['short']:.1f} ms at least, "
         f"measured {1e3 * MEASURED['short']:.0f}: {1e6 * H100.least:.1f} µs for a kernel; the host took "
-        f"{1e6 * HOST_S:.0f} µs for an operation."
+        f"{1e6 * HOST_S:.0f} µs for an operation, and {1e6 * PEFT_HOST_S:.0f} in PEFT's loop over 32 x 256 tokens."
     )
+
+
+def compared(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Of the builds of each model what part of one tenant's tokens/s eight have, and how many times PEFT's one has."""
+    by_name = {(each["model"], each["batch"], each["build"]): each for each in found}
+    for (model, batch, build), each in by_name.items():
+        times = "as_measured_s", "own_products_near_s", "with_host_s"
+        one, peft = by_name.get((model, "uniform-32x256", build)), by_name.get((model, batch, "peft"))
+        if batch == "tenants-8" and one is not None:
+            parts = [f"{one[time] / each[time]:.2f}" for time in times]
+            yield (
+                f"{model}, {build}: eight tenants have {parts[0]} of one's tokens/s, {parts[1]} if own products come "
+                f"as near to their bounds as torch's, {parts[2]} with the host"
+            )
+        elif peft is not None and build != "peft":
+            alone, _, with_host = (f"{peft[time] / each[time]:.1f}" for time in times)
+            yield f"{model}, {batch}, {build}: {alone} times PEFT's tokens/s, {with_host} with the host"
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
@@ -305,10 +371,14 @@ def main() -> None:
         for name in options.rows:
             of_row = [each for each in before.get("results", ()) if (each["model"], each["batch"]) == (model, name)]
             rows = options.micro_batch or MICRO_BATCH[model]
-            for build, kernels in (("now", False), ("kernels", True)):
-                each = estimate(model, ROWS[name], rows, card, kernels=kernels)
-                found.append(described(each, card, 1e-6 * options.host_us) | {"build": build})
-            print(table([*(each | {"build": "before"} for each in of_row), *found[-2:]]), flush=True)
+            for build in BUILDS:
+                if build != "peft" or not ROWS[name].merges:
+                    each = estimate(model, ROWS[name], rows, card, build)
+                    host_s = PEFT_HOST_S if build == "peft" else 1e-6 * options.host_us
+                    found.append(described(each, card, host_s) | {"build": build})
+            own = [each for each in found if (each["model"], each["batch"]) == (model, name)]
+            print(table([*(each | {"build": "before"} for each in of_row), *own]), flush=True)
+    print(*compared(found), sep="\n")
     facts = machine.facts() | {"card": options.card}
     check = {"measured_s": MEASURED, "bound": BOUND, **vars(H100), "host_s": HOST_S}
     program.write(options.out, {"facts": facts, "check": check, "results": found, "before": before})

@@ -6,6 +6,7 @@ Exact: the formulas in float64, of which autograd makes the gradients. Inputs ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +83,23 @@ def cases(rows: int, n: int, dtype: torch.dtype, *, apart: bool, device: str = "
     yield Case("swiglu", (gate, up), (_swiglu(gate.double(), up.double()),))
     of_both = _gradients(_swiglu, gradient, gate, up)
     yield Case("swiglu_backward", (gradient, gate, up), (*of_both, _swiglu(gate.double(), up.double())))
+    if rows:
+        yield from _grouped_cases(rows, n, random)
+
+
+def _grouped_cases(rows: int, n: int, random: Callable[..., Tensor]) -> Iterator[Case]:
+    """Groups without rows, of one row, and of the rest; matrices as rows and as columns, of ranks that are no powers of
+    two."""
+    ends = [0, min(rows, 1), min(rows, 1), rows // 2, rows, rows]
+    for k, columns in ((24, False), (8, True), (136, False)):
+        out, x, matrices = random(rows, n), random(rows, k), random(len(ends), k, n).contiguous()
+        exact = out.double()
+        for matrix, (start, stop) in zip(matrices.double(), pairwise([0, *ends]), strict=True):
+            exact[start:stop] += x[start:stop].double() @ matrix
+        if columns:
+            matrices = matrices.transpose(1, 2).contiguous().transpose(1, 2)
+        places = torch.tensor(ends, dtype=torch.int32, device=out.device)
+        yield Case("add_grouped", (out, x, matrices, places), (exact,))
 
 
 def _rstd(x: Tensor) -> Tensor:

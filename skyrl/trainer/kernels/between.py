@@ -1,12 +1,13 @@
-"""The operations between the matrix products of a decoder layer, in plain torch, forward and backward.
+"""The operations between the matrix products of a decoder layer, in plain torch, forward and backward; and the sum of a
+product and that of groups of rows with small matrices.
 
 No autograd: a layer's pieces (`model.layer_pieces`) call the backward themselves. `Between` names the functions, so
 that a GPU's kernels can take their place. On a CPU rows go through a function's operations in blocks that stay in the
 processor's cache: on all of 4,096 rows at once an operation takes some three times as long for each number. Knows
 formulas. Knows nothing of layers, adapters or rows' meaning.
 
-All tensors of a call are on one device and of one dtype, float32 or bfloat16, but rstd, which is float32. Inside, sums
-are float32. R: rows. What is called a gradient may be overwritten.
+All tensors of a call are on one device and of one dtype, float32 or bfloat16, but rstd, which is float32, and `ends`.
+Inside, sums are float32. R: rows. What is called a gradient may be overwritten.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
 BLOCK = 2**16
 """Numbers of a block on a CPU: 256 KiB in float32, of which three fit into a second-level cache of 1 MiB."""
+
+
+AddGrouped = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Between:
     rotated_backward: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor], Tensor]
     swiglu: Callable[[Tensor, Tensor], Tensor]
     swiglu_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    add_grouped: AddGrouped
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -121,6 +127,14 @@ def swiglu_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
     return gate, gradient, up
 
 
+def add_grouped(out: Tensor, x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """out += x M, in the memory of `out`, where each group of rows has a matrix M of its own.
+
+    out [R, n], x [R, k], matrices [groups, k, n]; ends: int32 [groups], ascending, the row where each group ends. The
+    last one is R; a group may have no rows."""
+    return out.add_(grouped_mm(x, matrices, offs=ends))
+
+
 def blocks(first: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Ranges of the rows of all tensors at once: on a CPU so many that the first one's numbers stay in the cache; all
     rows on a GPU, and for torch.compile."""
@@ -160,5 +174,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, back: bool = Fal
 
 
 IN_TORCH = Between(
-    rms_norm, add_rms_norm, normed, rms_norm_backward, rotated, rotated_backward, swiglu, swiglu_backward
+    rms_norm, add_rms_norm, normed, rms_norm_backward, rotated, rotated_backward, swiglu, swiglu_backward, add_grouped
 )

@@ -13,7 +13,7 @@ import inspect
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -58,8 +58,10 @@ def _check_compiler(kernels: Kernels, device: torch.device) -> None:
 
 @functools.cache
 def compiled(backend: str = "inductor") -> Between:
-    """All functions, compiled once in a process. backend: one of torch.compile's."""
-    return Between(**{field.name: _compiled(getattr(IN_TORCH, field.name), backend) for field in fields(Between)})
+    """All functions, compiled once in a process, but the product in groups, which stays torch's. backend: one of
+    torch.compile's."""
+    names = [field.name for field in fields(Between) if field.name != "add_grouped"]
+    return replace(IN_TORCH, **{name: _compiled(getattr(IN_TORCH, name), backend) for name in names})
 
 
 def _compiled(function: Function, backend: str) -> Function:

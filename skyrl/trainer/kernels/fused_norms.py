@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skyrl.trainer.kernels.between import IN_TORCH, Between, rotate
+from skyrl.trainer.kernels.between import IN_TORCH, Between, add_grouped, rotate
 
 
 def norm_kernel(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def swiglu_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
 
 
 WITH_FUSED_NORMS = Between(
-    rms_norm, add_rms_norm, normed, rms_norm_backward, rotated, rotated_backward, swiglu, swiglu_backward
+    rms_norm, add_rms_norm, normed, rms_norm_backward, rotated, rotated_backward, swiglu, swiglu_backward, add_grouped
 )
 
 

@@ -26,6 +26,8 @@ from skyrl.trainer.kernels.between import Between
 _SWIGLU_COLUMNS = 1024
 _ROTATED_ELEMENTS = 1024
 """How many elements of each half of some heads one program turns. With more, 16 for each thread, ptxas spills."""
+_GROUPED_TILE = 64
+"""Rows and columns of one program. With 128 columns a thread needs twice the registers."""
 
 
 @triton.jit
@@ -217,6 +219,61 @@ def swiglu_backward_kernel(gradient, gradient_row, gate, gate_row, up, up_row, n
     _write(of_up, gated * sigmoid * factor, mask)
 
 
+@triton.jit(do_not_specialize=["groups"])
+def add_grouped_kernel(
+    out,
+    out_row,
+    x,
+    x_row,
+    matrices,
+    matrices_group,
+    matrices_row,
+    matrices_column,
+    ends,
+    groups,
+    n: tl.constexpr,
+    k: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """`between.add_grouped` of ROWS rows and COLUMNS columns, DEPTH numbers of a sum at a time: a product for each
+    group that has some of the rows. Of each only its own rows are taken: others' may be not finite."""
+    first = tl.program_id(0) * ROWS
+    x += first.to(tl.int64) * x_row
+    out += first.to(tl.int64) * out_row  # rows * columns may be above 2^31
+    own_row = tl.arange(0, ROWS)
+    row = first + own_row
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    in_columns = column < n
+    group = 0
+    past = 0
+    for of_groups in range(0, groups, GROUPS):
+        place = of_groups + tl.arange(0, GROUPS)
+        end = tl.load(ends + place, mask=place < groups, other=2147483647)
+        group += tl.sum((end <= first).to(tl.int32), axis=0)
+        past += tl.sum((end < first + ROWS).to(tl.int32), axis=0)
+    past = tl.minimum(past + 1, groups)
+    rows = tl.load(ends + groups - 1)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for each in range(group, past):
+        begin = tl.load(ends + each - 1, mask=each > 0, other=0)
+        is_own = ((row >= begin) & (row < tl.load(ends + each)))[:, None]
+        matrix = matrices + tl.cast(each, tl.int64) * matrices_group + column[None, :] * matrices_column
+        part = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for of_sum in range(0, k, DEPTH):
+            depth = of_sum + tl.arange(0, DEPTH)
+            own = tl.load(x + own_row[:, None] * x_row + depth[None, :], mask=is_own & (depth < k)[None, :], other=0)
+            of_group = (depth < k)[:, None] & in_columns[None, :]
+            factors = tl.load(matrix + depth[:, None] * matrices_row, mask=of_group, other=0)
+            part = tl.dot(own, factors, part, input_precision="ieee")
+        total = tl.where(is_own, part, total)
+    place = out + own_row[:, None] * out_row + column[None, :]
+    mask = (row < rows)[:, None] & in_columns[None, :]
+    _write(place, _read(place, mask) + total, mask)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As `between.rms_norm`."""
     rstd = x.new_empty(x.shape[0], dtype=torch.float32)
@@ -286,6 +343,18 @@ def swiglu_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
     return gate, gradient, up
 
 
+def add_grouped(out: Tensor, x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """As `between.add_grouped`, but each sum is rounded once."""
+    (rows, n), (groups, k, _) = out.shape, matrices.shape
+    kernel: Any = add_grouped_kernel
+    tile, depth = _GROUPED_TILE, max(triton.next_power_of_2(k), 16)
+    options = {"n": n, "k": k, "ROWS": tile, "COLUMNS": tile, "DEPTH": min(tile, depth), "GROUPS": 64}
+    if rows:
+        grid = triton.cdiv(rows, tile), triton.cdiv(n, tile)
+        kernel[grid](out, _row(out), x, _row(x), matrices, *matrices.stride(), ends, groups, num_warps=8, **options)
+    return out
+
+
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, rstd: Tensor, eps: float, *, has_rstd: bool) -> Tensor:
     rows, n = x.shape
     y = x.new_empty(x.shape)
@@ -320,5 +389,5 @@ def _swiglu_options(n: int) -> dict[str, Any]:
 
 
 IN_TRITON = Between(
-    rms_norm, add_rms_norm, normed, rms_norm_backward, rotated, rotated_backward, swiglu, swiglu_backward
+    rms_norm, add_rms_norm, normed, rms_norm_backward, rotated, rotated_backward, swiglu, swiglu_backward, add_grouped
 )

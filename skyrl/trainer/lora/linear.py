@@ -21,6 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from skyrl.trainer.kernels.between import AddGrouped, add_grouped
 from skyrl.trainer.kernels.dense import takes_onednn
 from skyrl.trainer.lora.adapter import Adapter, LoraPair, Target
 from skyrl.trainer.lora.products import Frozen, Joined, RowsUpdate, StackedUpdate, Update, gradients, products
@@ -142,18 +143,20 @@ class LoraSegment:
         """The scale of one layer's update."""
         return self.own_scales.get(name, self.scale)
 
-    def update(self, name: str) -> Update:
-        """The update of one layer on the segment's rows."""
+    def update(self, name: str, add: AddGrouped = add_grouped) -> Update:
+        """The update of one layer on the segment's rows. add: as in `StackedUpdate`."""
         if self.ends is None:
             return RowsUpdate(self.start, self.stop, self.scale_of(name), *self.pairs[name])
-        return StackedUpdate(self.start, self.stop, *self.pairs[name], self.ends)
+        return StackedUpdate(self.start, self.stop, *self.pairs[name], self.ends, add)
 
 
 class ActiveSegments:
-    """The segments of the running micro-batch, shared by all wrapped layers of one base model."""
+    """The segments of the running micro-batch, shared by all wrapped layers of one base model. `add_grouped`: as
+    `StackedUpdate.add`."""
 
     def __init__(self) -> None:
         self.segments: Sequence[LoraSegment] = ()
+        self.add_grouped: AddGrouped = add_grouped
 
     @contextmanager
     def use(self, segments: Sequence[LoraSegment]) -> Iterator[None]:
@@ -187,7 +190,8 @@ class MultiLoraLinear(nn.Module):
 
     def updates(self) -> list[Update]:
         """Those of the active segments."""
-        return [segment.update(self.name) for segment in self.active.segments if self.name in segment.pairs]
+        of_layer = [segment for segment in self.active.segments if self.name in segment.pairs]
+        return [segment.update(self.name, self.active.add_grouped) for segment in of_layer]
 
     def forward(self, x: Tensor) -> Tensor:
         return self._with_updates(x, self.updates())
@@ -204,7 +208,7 @@ class MultiLoraLinear(nn.Module):
         `ends` are where each adapter's rows end among these; an adapter may have none of them."""
         if self.name not in segment.pairs:
             return self._with_updates(rows, [])
-        update = segment.update(self.name)._replace(start=0, stop=len(rows))
+        update = segment.update(self.name, self.active.add_grouped)._replace(start=0, stop=len(rows))
         if isinstance(update, StackedUpdate):
             update = update._replace(may_lack_rows=True)
         return self._with_updates(rows, [update])

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from skyrl.trainer.kernels.between import AddGrouped, add_grouped
 from skyrl.trainer.kernels.dense import linear, product_into, sum_over_rows
 
 
@@ -35,13 +36,15 @@ class RowsUpdate(NamedTuple):
 class StackedUpdate(NamedTuple):
     """The updates (x A^T) B^T of several adapters, whose rows lie one after the other in [start, stop). lora_a
     [adapters, rank, in_features], lora_b [adapters, out_features, rank], with the scales in it. ends: int32 [adapters],
-    where the rows of each end, counted from `start`. `may_lack_rows`: an adapter may have none of the rows."""
+    where the rows of each end, counted from `start`. `add`: what adds a product with their matrices to rows.
+    `may_lack_rows`: an adapter may have none of the rows."""
 
     start: int
     stop: int
     lora_a: Tensor
     lora_b: Tensor
     ends: Tensor
+    add: AddGrouped = add_grouped
     may_lack_rows: bool = False
 
 
@@ -58,8 +61,8 @@ class Frozen(NamedTuple):
 @dataclass(frozen=True)
 class Joined:
     """The updates of some layers with one input by one segment of rows, without their matrices. layers: which of the
-    layers have one, ascending; `scales` and `ranks` of each. ends, may_lack_rows: as in `StackedUpdate`; without `ends`
-    the rows are one adapter's."""
+    layers have one, ascending; `scales` and `ranks` of each. ends, add, may_lack_rows: as in `StackedUpdate`; without
+    `ends` the rows are one adapter's."""
 
     start: int
     stop: int
@@ -67,6 +70,7 @@ class Joined:
     scales: tuple[float, ...]
     ranks: tuple[int, ...]
     ends: Tensor | None = None
+    add: AddGrouped = add_grouped
     may_lack_rows: bool = False
 
     @staticmethod
@@ -80,13 +84,14 @@ class Joined:
         joined: list[Joined] = []
         for of_segment in found.values():
             first = of_segment[0][1]
-            stacked = first if isinstance(first, StackedUpdate) else None
             scales = tuple(each.scale if isinstance(each, RowsUpdate) else 1.0 for _, each in of_segment)
             ranks = tuple(each.lora_a.shape[-2] for _, each in of_segment)
             layers = tuple(layer for layer, _ in of_segment)
-            ends = None if stacked is None else stacked.ends
-            lacks = stacked is not None and stacked.may_lack_rows
-            joined.append(Joined(first.start, first.stop, layers, scales, ranks, ends, lacks))
+            given = first.start, first.stop, layers, scales, ranks
+            if isinstance(first, StackedUpdate):
+                joined.append(Joined(*given, first.ends, first.add, first.may_lack_rows))
+            else:
+                joined.append(Joined(*given))
         return joined, [m for of in found.values() for _, each in of for m in (each.lora_a, each.lora_b)]
 
     @property
@@ -120,7 +125,7 @@ def products(
             if segment.ends is None:
                 product_into(of_rows, own, lora_b.t(), scale=scale)
             else:
-                of_rows.add_(grouped_mm(own, lora_b.transpose(1, 2), offs=segment.ends))
+                segment.add(of_rows, own, lora_b.transpose(1, 2), segment.ends)
         kept += [low_rank, *(matrix for pair in pairs for matrix in pair)]
     return outputs, kept
 
@@ -172,7 +177,7 @@ def input_gradient(
         if segment.ends is None:
             product_into(_rows(of_x, segment), own, all_a)
         else:
-            _rows(of_x, segment).add_(grouped_mm(own, all_a, offs=segment.ends))
+            segment.add(_rows(of_x, segment), own, all_a, segment.ends)
     return of_x
 
 

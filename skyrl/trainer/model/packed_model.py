@@ -277,6 +277,7 @@ class PackedModel(nn.Module):
         self.model.set_attn_implementation(packed_attention.NAME)
         if between is not None:
             layer_pieces.install(self.decoder_layers, between)
+            self.active.add_grouped = between.add_grouped
         if next(self.model.parameters()).device.type == "cpu":
             keep_less(self.model)
         if self.mixture is not None:

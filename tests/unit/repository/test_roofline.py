@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks import roofline
+from benchmarks import operations, roofline
 from benchmarks.cards import CARDS
 from benchmarks.cuda_attention import attention_as_on_cuda
+from benchmarks.models import make_small
 from benchmarks.on_meta import META, SHAPES, make_config
 from benchmarks.operation_costs import Call
 from benchmarks.operation_counts import Operations
@@ -146,7 +147,7 @@ def test_the_parts_of_a_step_are_all_its_operations(tmp_path: Path) -> None:
 
 def test_kernels_between_the_products_and_of_logprobs_change_nothing_else(tmp_path: Path) -> None:
     path = make_config(tmp_path, "0.6b", 2)
-    plain, kernels = (roofline.work_of(path, ROW, 8192, CARDS["H100"], kernels=each) for each in (False, True))
+    plain, kernels = (roofline.work_of(path, ROW, 8192, CARDS["H100"], each) for each in ("now", "kernels"))
     for part in ("products", "adapters", "attention", "optimizer"):
         assert kernels.parts[part].tolist() == plain.parts[part].tolist(), part
     for part in ("between", "logits"):
@@ -157,11 +158,71 @@ def test_kernels_between_the_products_and_of_logprobs_change_nothing_else(tmp_pa
     assert {"norms_of", "into_gradient"} <= names
 
 
+def test_a_kernel_adds_the_products_of_stacked_adapters(tmp_path: Path) -> None:
+    """Of layers and of the output layer: the FLOP stay, and no sum is an operation of its own any more."""
+    path = make_config(tmp_path, "0.6b", 2)
+    row = replace(ROW, ranks=(8, 8))
+    plain, kernels = (roofline.work_of(path, row, 8192, CARDS["H100"], each) for each in ("now", "kernels"))
+    alone = roofline.work_of(path, ROW, 8192, CARDS["H100"], "kernels")
+    assert kernels.parts["adapters"][1] == plain.parts["adapters"][1] > 0
+    of_layers = 2 * (7 + 4)  # forward, and backward but to the first layer's input
+    assert kernels.counts["pass"]["add_grouped"] == of_layers - 1 + 2
+    assert kernels.parts["adapters"][5] > 0
+    assert kernels.parts["logits"][5] > 0
+    assert plain.counts["pass"]["add_"] > kernels.counts["pass"]["add_"] == alone.counts["pass"]["add_"]
+
+
+def test_graphs_leave_the_host_little_and_the_gpu_its_work(tmp_path: Path) -> None:
+    """Each layer has four graphs. Their results are copied to fixed places."""
+    path = make_config(tmp_path, "0.6b", 2)
+    plain, graphs = (roofline.work_of(path, ROW, 8192, CARDS["H100"], each) for each in ("now", "graphs"))
+    for part in ("products", "adapters", "attention"):
+        assert graphs.parts[part][:6].tolist() == pytest.approx(plain.parts[part][:6].tolist()), part
+    assert plain.parts["between"][-1] == plain.parts["between"][0] < graphs.parts["between"][0]
+    assert graphs.parts["between"][-1] < plain.parts["between"][-1]
+    assert graphs.parts["products"][-1] == 0
+
+
+@pytest.mark.parametrize(("prompt", "copies"), [(0, 0), (64, 4 * 64)])
+def test_attention_in_sequences_counts_the_pairs_that_it_computes(prompt: int, copies: int, tmp_path: Path) -> None:
+    """Of each answer's tokens with those before them; of the prompt once, though its keys are copied."""
+    row = replace(ROW, shape=Shape(1, 4, (prompt, prompt), (33, 33)))
+    path = make_config(tmp_path, "0.6b", 2)
+    plain, varlen = (roofline.work_of(path, row, 8192, CARDS["H100"], each) for each in ("now", "varlen"))
+    last = 33 - (prompt > 0)  # the last token of an answer is a target alone
+    pairs = prompt * (prompt + 1) // 2 + 4 * (last * prompt + last * (last + 1) // 2)
+    assert varlen.parts["attention"][:2].tolist() == [4, 2 * 7 * 2 * pairs * 16 * 128]
+    assert varlen.totals()["pass"] < plain.totals()["pass"]
+
+
+def test_pefts_loop_starts_the_operations_of_a_layer_that_it_starts_on_a_cpu(tmp_path: Path) -> None:
+    """Where torch itself casts for autocast."""
+    row = next(each for each in operations.ROWS if each.name == "uniform")
+    layers = 2, 4
+    small = [make_small(tmp_path / f"small-{each}", each) for each in layers]
+    two, four = (
+        roofline.work_of(make_config(tmp_path / str(each), "0.6b", each), row, 8192, CARDS["H100"], "peft")
+        for each in layers
+    )
+    assert two.micro_batches == 1
+    counted = (four.totals()["pass"] - two.totals()["pass"]) / 2
+    assert counted == operations.counts(small, row, "peft").of_layer
+
+
+def test_a_batch_with_padding_costs_pefts_loop_its_padding(tmp_path: Path) -> None:
+    """And a mask, with which attention reads no shared heads and computes all pairs."""
+    path = make_config(tmp_path, "0.6b", 2)
+    row = replace(ROW, shape=Shape(1, 2, (20, 20), (10, 20)))
+    longest = max(len(datum.tokens) for datum in row.passes(100)[0].data)
+    work = roofline.work_of(path, row, 8192, CARDS["H100"], "peft")
+    assert work.parts["attention"][:2].tolist() == [4, 2 * 7 * 2 * 2 * longest**2 * 16 * 128]
+
+
 def test_measured_times_give_the_factors_of_kernels() -> None:
     """Both sums of the run on an H100 come out again; a short pass takes as long as its small kernels."""
     bound, measured = roofline.BOUND, roofline.MEASURED
-    long = np.array([0, 0, 0, bound["all"], bound["products"]])
-    short = np.array([bound["operations_of_short"], 0, 0, bound["short"], 0])
+    long = np.array([0, 0, 0, bound["all"], bound["products"], 0, 0])
+    short = np.array([bound["operations_of_short"], 0, 0, bound["short"], 0, 0, 0])
     assert roofline.H100.seconds(long) == pytest.approx(measured["all"])
     assert roofline.H100.seconds(short) == pytest.approx(measured["short"])
     assert 1 < roofline.H100.products < roofline.H100.others, "no kernel beats its bound"

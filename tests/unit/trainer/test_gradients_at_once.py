@@ -128,6 +128,7 @@ def test_rows_and_matrices_get_the_gradients_of_a_backward(
 ) -> None:
     """`pair alone`: an adapter of the output layer, which trains nothing before it. Of one chunk bits are the same."""
     monkeypatch.setattr(logprobs_module, "LOGITS_BYTES", rows_of_a_chunk * IDS * 4)
+    torch.manual_seed(0)
     rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
     base = torch.nn.Linear(16, IDS).requires_grad_(False)
     layer = MultiLoraLinear("lm_head", base, ActiveSegments())

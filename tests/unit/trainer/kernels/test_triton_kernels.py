@@ -21,7 +21,7 @@ def test_numbers_in_the_interpreter() -> None:
     file = Path(__file__).with_name("interpreted.py")
     found = subprocess.run([*command, file], env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout[-5000:] + found.stderr[-2000:]
-    assert "14 passed" in found.stdout
+    assert "20 passed" in found.stdout
 
 
 @pytest.mark.parametrize("model", SHAPES)
@@ -31,6 +31,7 @@ def test_each_function_starts_one_kernel_compiled_once_for_any_rows(model: str) 
         *("rms_norm", "add_rms_norm", "normed", "rms_norm_backward"),
         *("rotated", "rotated_backward") * 2,
         *("swiglu", "swiglu_backward"),
+        *("add_grouped",) * 2,
     ]
     assert [launch.key for launch in launches(SHAPES[model], 37)] == [launch.key for launch in found]
 
@@ -46,5 +47,6 @@ def test_kernels_compile_without_spills_and_read_whole_words(model: str, capabil
     for launch in launches(SHAPES[model], 4096):
         found = compiled(launch, capability)
         assert found.spilled_bytes == 0, launch.key
-        assert found.registers <= 64, launch.key  # half of an SM's threads may run at once
+        # half of an SM's threads may run at once; a quarter of them in products, which have sums
+        assert found.registers <= (128 if launch.function == "add_grouped" else 64), launch.key
         assert found.read_bytes >= 8, launch.key
