@@ -13,10 +13,9 @@ from skyrl.trainer.kernels.fused import between_for
 from tests.gpu.figures import FIGURES
 from tests.gpu.support import DEVICE
 
-pytestmark = [
-    pytest.mark.skipif(DEVICE == "cpu", reason="kernels for GPUs; tests/unit/trainer/kernels has what runs on a CPU"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu", reason="kernels for GPUs; tests/unit/trainer/kernels has what runs on a CPU"
+)
 ROWS, WIDTH = 8192, 1024
 
 
