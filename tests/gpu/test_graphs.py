@@ -7,7 +7,9 @@ rehearsal graphs are emulated, and layers are small.
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -125,11 +127,14 @@ def test_a_piece_that_waits_for_the_device_has_no_graph_and_leaves_no_memory() -
     piece = Piece("waits", lambda numbers, fixed, of_rows: Results([of_rows[0] * of_rows[0].sum().item()]))
     micro_batch = graphs.micro_batch(LENGTHS[0])
     assert micro_batch is not None
+    places = weakref.ref(graphs.places)
     (found,) = micro_batch.run(piece, None, (), (rows,)).of_rows
     assert found.unique().tolist() == [4 * LENGTHS[0]]
     assert graphs.micro_batch(LENGTHS[0]) is None
     assert (graphs.counts.captured, graphs.held_bytes) == (0, 0)
     del micro_batch, found, rows
+    gc.collect()
+    assert places() is None
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
         assert torch.cuda.memory_reserved() <= before
