@@ -41,6 +41,8 @@ _context = multiprocessing.get_context("spawn")  # each process its own CUDA con
 DAEMON = "nvidia-cuda-mps-control"
 MODES = ("plain", "mps", "mps-priority")
 SEQUENCES = 32
+ANSWER_S = 120
+"""Longer than a process takes to load its model: where MPS is broken, CUDA may wait for ever."""
 RANK = 8
 
 
@@ -119,9 +121,9 @@ class Worker:
     def begin(self, seconds: float) -> None:
         self._connection.send(seconds)
 
-    def rate(self) -> float:
+    def rate(self, seconds: float) -> float:
         """Tokens/s since `begin`. It goes on working until `end`."""
-        return self._answer()
+        return self._answer(seconds)
 
     def end(self) -> None:
         self._connection.send("end")
@@ -129,12 +131,14 @@ class Worker:
     def close(self) -> None:
         if self._process.is_alive():
             self._connection.send(None)
-        self._process.join(timeout=60)
+        self._process.join(timeout=10)
         if self._process.is_alive():
             self._process.kill()
         self._connection.close()
 
-    def _answer(self) -> Any:
+    def _answer(self, seconds: float = 0) -> Any:
+        if not self._connection.poll(seconds + ANSWER_S):
+            raise RuntimeError(f"the process has not answered for {seconds + ANSWER_S:.0f} s")
         try:
             found = self._connection.recv()
         except EOFError:
@@ -148,7 +152,7 @@ def together(workers: Sequence[Worker], seconds: float) -> list[float]:
     """The tokens/s of each while all of them work."""
     for worker in workers:
         worker.begin(seconds)
-    rates = [worker.rate() for worker in workers]
+    rates = [worker.rate(seconds) for worker in workers]
     for worker in workers:
         worker.end()
     return rates

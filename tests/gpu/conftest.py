@@ -42,6 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         # torch warns where it has no deterministic kernel; the tests compare numbers, not bits, there
         item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"))
+        # of inductor's imports, with {"trainer.kernels": "compiled"} in SKYRL_TEST_SETTINGS in any test
+        item.add_marker(pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"))
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
     places = iter(sorted(gpu_tests, key=lambda item: place_of(item.nodeid)))

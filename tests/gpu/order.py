@@ -21,6 +21,8 @@ ORDER = (
     "test_memory.py::test_a_pass_without_memory",
     "test_numerics.py",
     "test_kernels.py",
+    "test_beside_decode.py::test_tokens_of_both_alone_and_beside_each_other[mps",  # may wait for a daemon
+    "test_graphs.py::test_a_piece_that_waits",  # its capture fails
     "test_mixtures.py",
     "test_pictures.py",
     "test_quantized.py",

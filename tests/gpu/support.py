@@ -10,7 +10,10 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -77,6 +80,11 @@ QWEN3_600M: dict[str, Any] = _COMMON | {
 }
 """Qwen3-0.6B's shape, with random weights."""
 LARGE = QWEN3_600M if not REHEARSAL else NUMERICS | {"vocab_size": 4000, "max_position_embeddings": 40_960}
+
+
+NEW_FAMILIES = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.19"), reason="families that need transformers 5.19"
+)
 
 
 def build(settings: dict[str, Any], directory: Path) -> str:

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.protocol import TrainingPass
-from tests.gpu.support import DEVICE, NUMERICS, backend_on, build, ok, texts
+from tests.gpu.support import DEVICE, NUMERICS, SETTINGS, backend_on, build, ok, texts
 
 OPERATION = "aten::_scaled_dot_product_"
 FLASH = {f"{OPERATION}flash_attention", f"{OPERATION}flash_attention_backward"}
@@ -20,6 +20,7 @@ VOCAB = NUMERICS["vocab_size"]
 LENGTHS = (200, 31, 90, 128)
 
 
+@pytest.mark.skipif("trainer.attention" in SETTINGS, reason="of `sdpa`; test_varlen_kernel.py has the other way")
 @pytest.mark.parametrize("shares_a_prompt", [False, True], ids=["causal", "behind-a-prompt"])
 def test_the_kernels_of_attention(shares_a_prompt: bool, bases: Path) -> None:
     """Causal groups: FlashAttention. Groups behind a prompt, which have masks: the memory-efficient kernel."""

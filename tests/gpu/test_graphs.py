@@ -7,7 +7,9 @@ rehearsal graphs are emulated, and layers are small.
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from skyrl.base.types.weights import LoraSpec
-from skyrl.trainer.graphs.pieces import Graphs
+from skyrl.trainer.graphs.pieces import Graphs, Piece, Results
 from skyrl.trainer.graphs.recorder import CudaRecorder
 from skyrl.trainer.graphs.row_classes import RowClasses
 from skyrl.trainer.protocol import TrainingPass
@@ -113,3 +115,26 @@ def test_whole_passes_with_and_without_graphs(rows: int, bases: Path) -> None:
     FIGURES.record(f"graphs of all layers, {rows:,} tokens: MiB", graphs.held_bytes // 2**20)
     FIGURES.record(f"gradients with graphs, {rows:,} tokens: distance", error := distance({"": found}, {"": plain}))
     assert error <= 0.01
+
+
+@torch.no_grad()
+def test_a_piece_that_waits_for_the_device_has_no_graph_and_leaves_no_memory() -> None:
+    """Its capture fails. The next micro-batch drops what graphs hold."""
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved() if DEVICE == "cuda" else 0
+    graphs, rows = _graphs(), torch.ones(LENGTHS[0], 4, device=DEVICE)
+    piece = Piece("waits", lambda numbers, fixed, of_rows: Results([of_rows[0] * of_rows[0].sum().item()]))
+    micro_batch = graphs.micro_batch(LENGTHS[0])
+    assert micro_batch is not None
+    places = weakref.ref(graphs.places)
+    (found,) = micro_batch.run(piece, None, (), (rows,)).of_rows
+    assert found.unique().tolist() == [4 * LENGTHS[0]]
+    assert graphs.micro_batch(LENGTHS[0]) is None
+    assert (graphs.counts.captured, graphs.held_bytes) == (0, 0)
+    del micro_batch, found, rows
+    gc.collect()
+    assert places() is None
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() <= before

@@ -7,6 +7,7 @@ what `benchmarks.roofline` expects of them.
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from pathlib import Path
@@ -87,6 +88,7 @@ def test_mfu(model: str, bases: Path) -> None:
         if card is not None:
             mfu = model_flops(path, passes) / seconds / card.peak(torch.bfloat16)
             FIGURES.record(f"{model}, {row.what}: MFU of all tokens", mfu, column)
+        gc.collect()  # layers hold themselves in circles: else the next row's micro-batches had less memory
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
     if "tenants-8" in rates:

@@ -21,6 +21,7 @@ from tests import families
 from tests.gpu.figures import FIGURES
 from tests.gpu.support import (
     DEVICE,
+    NEW_FAMILIES,
     NUMERICS,
     backend_on,
     build,
@@ -50,7 +51,8 @@ def _naive(hidden: Tensor, chosen: Tensor, weights: Tensor, experts: BaseExperts
     for update in updates:
         for row in range(update.start, update.stop):
             for rank, expert in enumerate(chosen[row].tolist()):
-                gate, up, down = (update.scale * b[expert] @ a[expert] for a, b in (*update.first, update.down))
+                pairs = zip(update.scales, (*update.first, update.down), strict=True)
+                gate, up, down = (scale * b[expert] @ a[expert] for scale, (a, b) in pairs)
                 inner = (experts.first[expert] + torch.cat([gate, up])) @ hidden[row]
                 first, second = inner.chunk(2)
                 made = (experts.down[expert] + down) @ (silu(first) * second)
@@ -152,12 +154,17 @@ def test_merged_passes_of_a_mixture_are_as_close_to_float32_as_separate_ones(bas
         assert merged < SLACK * alone
 
 
-ROUGH = {"qwen3-next": 0.8}
-"""The distance of a small random model's gradient from float32. That of PEFT in bfloat16 is 0.5 in this family, and at
-most 0.1 in the others that were tried."""
+ROUGH: dict[str, float] = dict.fromkeys(("qwen3-next", "deepseek-v3.2", "glm-5", "glm-5.3-flash"), 0.8)
+"""The distance of a small random model's gradient from float32. That of PEFT in bfloat16 is 0.5 in qwen3-next, and at
+most 0.1 in the others that were tried. In the last three, rounding lets an indexer choose other keys, 8 of a query's
+121: where all keys are chosen, glm-5's distance is 0.04 in place of 0.45."""
+
+NEW = ("nemotron-h that sees", "inkling", "deepseek-v3.2", "glm-5", "glm-5.3-flash")
 
 
-@pytest.mark.parametrize("family", families.MIXTURES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=NEW_FAMILIES if each in NEW else ()) for each in families.MIXTURES]
+)
 def test_a_familys_gradients_in_bfloat16_are_near_those_in_float32(bases: Path, tmp_path: Path, family: str) -> None:
     """In float32 an adapter that has learned nothing gives transformers' logprobs."""
     path = families.make_family(family, bases / "families")

@@ -29,9 +29,10 @@ from skyrl.runtime.processes.ports import free_port
 from skyrl.trainer.model.loading import model_class
 from skyrl.trainer.protocol import AdamParams, Datum, TrainingPass
 from tests.gpu.figures import FIGURES
-from tests.gpu.support import DEVICE, REHEARSAL, backend_on, build, logprobs_of, ok
+from tests.gpu.support import DEVICE, NEW_FAMILIES, REHEARSAL, backend_on, build, logprobs_of, ok
 from tests.gpu.test_prompt_logprobs import KEY, _rms, _until_up
 
+pytestmark = NEW_FAMILIES
 TOPK, LENGTH = (2048, 3000) if not REHEARSAL else (64, 150)
 """vLLM's kernel chooses 2,048 tokens."""
 BEYOND = slice((TOPK + LENGTH) // 2, None)

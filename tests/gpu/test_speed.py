@@ -116,11 +116,11 @@ def _work_of(run: Callable[[], None]) -> tuple[int, float]:
 
 def _waits_of(run: Callable[[], None]) -> int:
     """How often an operation makes the host wait, by torch's own warnings (an explicit synchronize is none)."""
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")  # else the mode's own warning, that it is a prototype, is an error
+        try:
+            torch.cuda.set_sync_debug_mode("warn")
             run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(warning.message) for warning in caught)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)

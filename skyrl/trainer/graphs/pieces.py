@@ -208,7 +208,8 @@ class Graphs:
 
     def fail(self, error: Exception) -> None:
         """Run without graphs from the next micro-batch on."""
-        logger.warning("the trainer runs without CUDA graphs from now on: %s: %s", type(error).__name__, error)
+        said = f"{type(error).__name__}: {error}"  # a log that kept the error itself would keep its frames' tensors
+        logger.warning("the trainer runs without CUDA graphs from now on: %s", said)
         self._failed = self._is_over = True
 
     def refuse(self, size: int) -> None:

@@ -8,6 +8,7 @@ replay. Knows torch's graphs. Knows nothing of rows or of what is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -65,11 +66,26 @@ class CudaRecorder:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 compute(reads, writes)
-            finally:
-                graph.capture_end()
+            except Exception:
+                with suppress(RuntimeError):  # the first error says more
+                    self._end(graph)
+                raise
+            self._end(graph)
             self.held_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         current.wait_stream(self._stream)
         return graph.replay
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture. One that has waited for the device is invalid, and `capture_end` raises before it tells the
+        allocator (torch: aten/src/ATen/cuda/CUDAGraph.cpp), which would never give cached memory or the pool back."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            with suppress(RuntimeError):  # of later versions of torch, which end it themselves
+                torch._C._cuda_endAllocateToPool(index, self._pool)  # pyright: ignore[reportAttributeAccessIssue]
+                torch._C._cuda_releasePool(index, self._pool)  # pyright: ignore[reportAttributeAccessIssue]
+            raise
 
     def wait(self) -> None:
         torch.cuda.synchronize(self._device)

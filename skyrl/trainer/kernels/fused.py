@@ -40,6 +40,8 @@ def between_for(kernels: Kernels, device: torch.device) -> Between:
         raise ConfigError(f'trainer.kernels: "triton" needs a GPU, and the trainer computes on {device.type}')
     if device.type == "cuda" and find_spec("triton") is None:
         raise ConfigError(f'trainer.kernels: "{kernels}" needs the package triton, which comes with torch for CUDA')
+    if kernels == "compiled" and "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
+        raise ConfigError(f'trainer.kernels: "compiled" needs a newer torch than {torch.__version__}')
     _check_compiler(kernels, device)
     if kernels == "compiled":
         return compiled()

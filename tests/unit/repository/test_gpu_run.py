@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.gpu.figures import REHEARSAL, Figures
 from tests.gpu.order import ORDER, place_of
 from tests.gpu.table import BEGIN, END, NotAFile, main, read, section, with_section
+from tests.gpu.test_speed import _waits_of
 
 TESTS = Path(__file__).parents[2] / "gpu"
 PAGE = Path(__file__).parents[3] / "docs/gpu.md"
@@ -85,3 +88,18 @@ def test_a_missing_file_of_figures_is_said_in_a_sentence(capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main(["no-such-file"])
     assert "No such file or directory: 'no-such-file'" in capsys.readouterr().err
+
+
+def test_waits_are_counted_though_the_mode_that_tells_of_them_warns_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA's does. The mode goes off again also when the run fails."""
+    modes: list[str] = []
+
+    def set_mode(mode: str) -> None:
+        modes.append(mode)
+        warnings.warn("Synchronization debug mode does not yet detect all synchronizing operations", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    assert _waits_of(lambda: warnings.warn("called a synchronizing CUDA operation", stacklevel=1)) == 1
+    with pytest.raises(ZeroDivisionError):
+        _waits_of(lambda: print(1 // 0))
+    assert modes == ["warn", "default"] * 2

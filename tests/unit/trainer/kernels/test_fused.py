@@ -42,6 +42,9 @@ def test_refused_where_a_gpu_a_package_or_a_compiler_is_missing(monkeypatch: pyt
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     with pytest.raises(ConfigError, match='^trainer.kernels: "compiled" needs a compiler.* no no-such-compiler$'):
         between_for("compiled", CPU)
+    monkeypatch.setattr(torch, "compile", lambda model, *, fullgraph: model)  # as torch 2.11's, without later options
+    with pytest.raises(ConfigError, match='^trainer.kernels: "compiled" needs a newer torch than 2'):
+        between_for("compiled", CPU)
     monkeypatch.setitem(sys.modules, "triton", None)
     for kernels in ("triton", "compiled"):
         with pytest.raises(ConfigError, match=f'^trainer.kernels: "{kernels}" needs the package triton'):
