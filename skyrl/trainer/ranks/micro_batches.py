@@ -253,6 +253,7 @@ class MicroBatchRunner(ABC):
             if scores.gradient is not None:
                 starts = own.starts(scores.gradient, scores.value_gradient)
                 gradients = [*self._backward(items, made.segments, own.of_model, starts, embeddings)]
+                scores = replace(scores, unlike=[mark for each in made.targets for mark in each.unlike])
             elif backward:
                 gradients = [self._without_backward(item) for item in items]
         packed.reshard()
