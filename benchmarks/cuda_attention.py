@@ -22,42 +22,23 @@ FORWARD, BACKWARD = "attention", "attention_backward"
 VARLEN, VARLEN_BACKWARD = "_varlen_attn", "_varlen_attn_backward"
 
 
-@torch.library.custom_op("skyrl_benchmarks::attention", mutates_args=())
-def _forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError("only on the meta device")
+_NAMES = [f"skyrl_benchmarks::{name}" for name in (FORWARD, BACKWARD)]
+_STATES = "Tensor query, Tensor key, Tensor value, "
+_MASK = "Tensor? mask, bool causal"
+torch.library.define(_NAMES[0], f"({_STATES}{_MASK}) -> (Tensor, Tensor)")
+torch.library.define(
+    _NAMES[1], f"(Tensor gradient, {_STATES}Tensor output, Tensor norms, {_MASK}) -> (Tensor, Tensor, Tensor)"
+)
 
 
-@_forward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+@torch.library.register_fake(_NAMES[0])
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     output = torch.empty_like(query[..., : value.shape[-1]])
     return output, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("skyrl_benchmarks::attention_backward", mutates_args=())
-def _backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    norms: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    raise NotImplementedError("only on the meta device")
-
-
-@_backward.register_fake
-def _(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    norms: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.register_fake(_NAMES[1])
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
@@ -68,10 +49,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradient(ctx: Any, gradient: Tensor, of_norms: Tensor | None) -> tuple[Any, ...]:
-    return *_backward(gradient, *ctx.saved_tensors, ctx.causal), None, None
+    backward = torch.ops.skyrl_benchmarks.attention_backward
+    return *backward(gradient, *ctx.saved_tensors, ctx.causal), None, None
 
 
-_forward.register_autograd(_gradient, setup_context=_keep)
+torch.library.register_autograd(_NAMES[0], _gradient, setup_context=_keep)
 
 
 def _attention(
@@ -84,7 +66,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    return _forward(query, key, value, attn_mask, is_causal)[0]
+    return torch.ops.skyrl_benchmarks.attention(query, key, value, attn_mask, is_causal)[0]
 
 
 @contextmanager

@@ -42,6 +42,12 @@ class LossInputs:
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 
+    def at(self, places: Tensor | slice) -> LossInputs:
+        """Of some entries."""
+        return replace(
+            self, tensors={name: each[places] for name, each in self.tensors.items()}, datum=self.datum[places]
+        )
+
 
 @dataclass(frozen=True)
 class LossValue:

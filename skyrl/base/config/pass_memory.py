@@ -38,8 +38,9 @@ GAPS = 1.4
 block from 1 MiB on is a mapping of its own, which costs a fifth more time."""
 LARGE_ROWS = 4096
 """On a CPU recomputed micro-batches with more rows give back to the kernel what they free: no gaps."""
-BACKWARD_WIDTHS = 6
-"""Tensors of the MLP's width in the backward of a layer."""
+BACKWARD_WIDTHS, IN_PIECES_WIDTHS = 6.0, 3.1
+"""Tensors of the MLP's width in the backward of a layer, of transformers or in pieces, beside what is kept. Gemma 3 and
+others need 5.0 to 5.5; in pieces Qwen2.5-0.5B and Llama-3.2-1B 2.0, SmolLM2-135M 2.6, Qwen3-0.6B 3.1."""
 STEP_BUFFERS = 8
 """Buffers of an adapter's size during a step of AdamW: weights, gradient and two moments; the clipped gradient, both
 new moments and new weights."""
@@ -50,7 +51,8 @@ _NORMS_OF_RESULTS = ("gemma2", "gemma3", "gemma4")
 """And with norms of what attention and MLP give."""
 
 _IN_PIECES = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "qwen3_vl_text")
-"""Model types whose layers `skyrl.trainer.model.layer_pieces` computes."""
+"""Model types whose layers `skyrl.trainer.model.layer_pieces` computes. The trainer tries it with torch, which takes
+seconds and memory; a test compares."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,10 @@ class Widths:
             return None
 
     @property
+    def in_pieces(self) -> bool:
+        return self.model_type in _IN_PIECES
+
+    @property
     def products(self) -> int:
         """Inputs and outputs of the linear layers of a decoder layer."""
         return 7 * self.hidden + 2 * self.queries + 2 * self.keys + 3 * self.between
@@ -138,7 +144,7 @@ class Widths:
         if self.model_type.startswith(_NORMS_OF_HEADS):
             of_heads = self.queries + self.keys + self.heads + self.keys * self.heads // self.queries
         attention = 2 * self.queries + 2 * self.keys + self.heads + of_heads
-        kept = norms if self.model_type in _IN_PIECES else 2 * norms
+        kept = norms if self.in_pieces else 2 * norms
         return (kept + results) * self.hidden + norms + results + attention + 2 * self.between + 7 * rank
 
 
@@ -207,5 +213,6 @@ class Passing:
         return smaller, f"in a micro-batch of {most:,} rows: larger ones have their layers computed again"
 
     def _with(self, kept: float, rows: int, trained: int) -> float:
-        backward = float(FLOAT_BYTES * rows * BACKWARD_WIDTHS * self.widths.between)
+        tensors = IN_PIECES_WIDTHS if self.widths.in_pieces else BACKWARD_WIDTHS
+        backward = FLOAT_BYTES * rows * tensors * self.widths.between
         return max(kept + max(self.logits(trained), backward) + self.in_training, STEP_BUFFERS * self.adapter)

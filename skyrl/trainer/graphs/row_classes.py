@@ -30,19 +30,6 @@ class RowClasses:
         place = bisect_left(self.sizes, rows)
         return self.sizes[place] if place < len(self.sizes) else None
 
-    def padding(self, counts: Sequence[int]) -> float:
-        """The rows that are added to some micro-batches, divided by their own. Those without a class do not count."""
-        classed = [(rows, size) for rows in counts if (size := self.of(rows)) is not None]
-        own = sum(rows for rows, _ in classed)
-        return (sum(size for _, size in classed) - own) / own if own else 0.0
-
-    @classmethod
-    def geometric(cls, least: int, most: int, number: int) -> Self:
-        """At most `number` classes from `least` to `most` rows, each the same factor above the one before."""
-        factor = (most / least) ** (1 / max(1, number - 1))
-        sizes = {min(_up(least * factor**step), _up(most)) for step in range(number)} | {_up(most)}
-        return cls(tuple(sorted(sizes)))
-
     @classmethod
     def fitting(cls, counts: Sequence[int], number: int) -> Self:
         """The at most `number` classes that add the fewest rows to these counts, found by dynamic programming over the

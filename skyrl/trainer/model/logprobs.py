@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -169,33 +169,35 @@ class RowTargets:
             )
 
 
-EntryGradients = Callable[[Tensor], Tensor]
-"""From the logprobs of entries, float32 [M], the gradient of a loss with respect to each, [M]. That of an entry depends
-on its own logprob alone."""
+PairGradients = Callable[[Tensor, slice], Tensor]
+"""From the logprobs of consecutive pairs, float32 [p], and which of all pairs these are: the gradient of a loss with
+respect to each, [p]. That of a pair depends on its own logprob alone."""
+
+_MOST_UNLIKE = 0.01
+"""The sum of all differences between the gradient that chunks were computed with and the loss's, as a part of the sum
+of the latter. Rounding leaves 1e-6; a ratio at a clip bound may be clipped in one of them."""
 
 
 @dataclass(frozen=True)
 class Targets:
     """Targets of one slice, or of consecutive slices. `trained`: of the rows where the loss has a gradient; `other`: of
     the rest. entries: int64 [M], for each entry of the sequences' target_tokens its place in the pairs of `trained`
-    followed by `other`. outside: float32 [M], 1 where the target is not among the tokens that its row keeps, once
-    `target_logprobs` has written it; None: all rows keep all. gradients: of the loss whose gradient the backward will
-    get; None: it is known when all logprobs are, or may be changed afterwards."""
+    followed by `other`; `on_host`: the same. outside: float32 [M], 1 where the target is not among the tokens that its
+    row keeps, once `target_logprobs` has written it; None: all rows keep all. gradients: of the loss whose gradient the
+    backward will get; None: it is known when all logprobs are, or may be changed afterwards. unlike: once the backward
+    has run, float64 [1], 1 if it has got another gradient than `gradients` said; nothing if that was not used."""
 
     trained: RowTargets
     other: RowTargets
     entries: Tensor
+    on_host: npt.NDArray[np.int64]
     outside: Tensor | None = None
-    gradients: EntryGradients | None = None
+    gradients: PairGradients | None = None
+    unlike: list[Tensor] = field(default_factory=list)
 
     def of_entries(self, of_pairs: Tensor) -> Tensor:
         """[M], from numbers of the pairs of `trained` followed by `other`."""
         return of_pairs.index_select(0, self.entries)
-
-    def pair_gradients(self, logprobs: Tensor) -> Tensor:
-        """The loss's gradient with respect to the logprob of each pair, float32 [pairs]: the sum over its entries."""
-        assert self.gradients is not None
-        return torch.zeros_like(logprobs).index_add_(0, self.entries, self.gradients(self.of_entries(logprobs)))
 
     @staticmethod
     def of(
@@ -224,6 +226,7 @@ class Targets:
             _row_targets(pair_rows[:first_other], pair_ids[:first_other], device, ways),
             _row_targets(pair_rows[first_other:] - len(row_is_trained), pair_ids[first_other:], device, ways),
             torch.from_numpy(entries).to(device),
+            entries,
             None if ways is None else torch.zeros(len(entries), device=device),
         )
 
@@ -286,9 +289,7 @@ def target_logprobs(
         other, other_outside = _pair_logprobs(hidden, targets.other, lm_head, segment, recompute=False)
     if recompute and torch.is_grad_enabled() and _is_known_at_once(targets, lm_head):
         matrices = segment.pairs.get(lm_head.name, ())
-        return targets.of_entries(
-            torch.cat([_AtOnce.apply(hidden, other, targets, lm_head, segment, *matrices), other])
-        )
+        return targets.of_entries(torch.cat([_AtOnce.apply(hidden, targets, lm_head, segment, *matrices), other]))
     trained, outside = _pair_logprobs(hidden, targets.trained, lm_head, segment, recompute=recompute)
     if targets.outside is not None:
         targets.outside.copy_(targets.of_entries(torch.cat([*outside, *other_outside])))
@@ -358,16 +359,15 @@ class _AtOnce(Function):
     """The logprobs of trained pairs, float32 [pairs], with the gradients of hidden and of the layer's matrices computed
     beside them: each chunk's logits are used for both and freed. Two products with the vocabulary instead of three.
 
-    hidden: [rows, hidden]; other: the logprobs of `targets.other`; matrices: of an adapter's pair for the layer, or of
-    a stack's, or none. Their gradients over several chunks are added in float32. The backward gives these gradients,
-    whatever it gets: a caller that changes the gradient which `targets.gradients` says must not use this.
+    hidden: [rows, hidden]; matrices: of an adapter's pair for the layer, or of a stack's, or none. Their gradients over
+    several chunks are added in float32. The backward gives these gradients, whatever it gets, and writes
+    `targets.unlike`.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
-        other: Tensor,
         targets: Targets,
         lm_head: OutputLayer,
         segment: LoraSegment,
@@ -375,26 +375,33 @@ class _AtOnce(Function):
     ) -> Tensor:
         of_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         sums: list[Tensor] = []
-        logprobs = torch.cat([other.new_zeros(len(targets.trained.ids)), other])
+        logprobs: list[Tensor] = []
+        starts: list[Tensor] = []
+        assert targets.gradients is not None
         for chunk in targets.trained.chunks(lm_head.rows_of_a_chunk):
             rows = chunk.of_hidden(hidden).detach().requires_grad_(of_hidden is not None)
             leaves = [matrix.detach().requires_grad_() for matrix in matrices]
             with torch.enable_grad():
                 (found,) = _chunk_logprobs(rows, chunk, lm_head, chunk.segment(segment, leaves, lm_head.name))
-            logprobs[chunk.pairs] = found.detach()
+            logprobs.append(found.detach())
+            starts.append(targets.gradients(logprobs[-1], chunk.pairs))
             wanted = leaves if of_hidden is None else [*leaves, rows]
-            own = [*torch.autograd.grad(found, wanted, targets.pair_gradients(logprobs)[chunk.pairs])]
+            own = [*torch.autograd.grad(found, wanted, starts[-1])]
             if of_hidden is not None:
                 of_hidden.index_add_(0, chunk.rows, own.pop())
             sums = [total.float().add_(each) for total, each in zip(sums, own, strict=True)] if sums else own
         ctx.gradients = of_hidden, [total.to(matrix.dtype) for total, matrix in zip(sums, matrices, strict=True)]
-        return logprobs[: len(targets.trained.ids)]
+        ctx.used, ctx.unlike = torch.cat(starts), targets.unlike
+        return torch.cat(logprobs)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        given, used = gradients[0].nan_to_num(), ctx.used.nan_to_num()
+        is_unlike = (given - used).abs().sum() > _MOST_UNLIKE * given.abs().sum()
+        ctx.unlike.append(is_unlike.double().view(1))
         of_hidden, of_matrices = ctx.gradients
         del ctx.gradients
-        return of_hidden, None, None, None, None, *of_matrices
+        return of_hidden, None, None, None, *of_matrices
 
 
 class _LogSoftmaxAt(Function):

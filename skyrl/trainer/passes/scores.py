@@ -87,7 +87,7 @@ class Scores:
     """Of a micro-batch, on the device. logprobs: float32 [entries]. values: float32 [positions], of the parts whose
     adapters have a value head; None if none has. gradient, value_gradient: of all losses with respect to both; None
     without a backward. errors: of parts whose loss has raised, by number. outside: float32 [entries] as
-    `Targets.outside`, or nothing."""
+    `Targets.outside`, or nothing. unlike: `Targets.unlike` of all segments."""
 
     logprobs: Tensor
     sums: Sequence[GroupSums]
@@ -96,6 +96,7 @@ class Scores:
     values: Tensor | None = None
     value_gradient: Tensor | None = None
     outside: Sequence[Tensor] = ()
+    unlike: Sequence[Tensor] = ()
 
     @staticmethod
     def of(
@@ -153,7 +154,7 @@ class Scores:
             return SentScores((), {}, 0, None)
         of_heads = [] if self.values is None else [self.values]
         arrays = [self.logprobs, *self.outside, *of_heads]
-        copy = HostCopy([each.numbers for each in self.sums], arrays)
+        copy = HostCopy([*(each.numbers for each in self.sums), *self.unlike], arrays)
         return SentScores(self.sums, self.errors, len(self.outside), copy)
 
 
@@ -169,10 +170,16 @@ class SentScores:
     copy: HostCopy | None
 
     def read(self) -> list[PartScore]:
-        """Of each part, in the order of the micro-batch. Waits until the device has computed them."""
+        """Of each part, in the order of the micro-batch. Waits until the device has computed them. Raises RuntimeError
+        if gradients were computed with another gradient of the losses than theirs."""
         if self.copy is None:
             return []
         numbers, (logprobs, *others) = self.copy.read()
+        numbers, unlike = numbers[: len(self.sums)], numbers[len(self.sums) :]
+        if any(each.any() for each in unlike):
+            raise RuntimeError(
+                "a loss's gradient depends on other logprobs than an entry's own, against its `by_entry`"
+            )
         outside, values = others[: self.outside], others[self.outside :]
         found: list[tuple[int, PassShare, Tally, bool, Exception | None]] = [
             (number, part, tally, counts, None)

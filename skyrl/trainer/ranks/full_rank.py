@@ -21,10 +21,10 @@ from skyrl.trainer.files.model_files import FileTensor
 from skyrl.trainer.full.full_model import PlainModel, are_finite
 from skyrl.trainer.full.parameters import FullParameters, GradientSink
 from skyrl.trainer.lora.files import OPTIMIZER_PARTS
-from skyrl.trainer.lora.linear import LoraSegment
 from skyrl.trainer.passes.micro_batch import MicroBatch
 from skyrl.trainer.passes.pass_run import MicroBatchItem, PassRun
 from skyrl.trainer.protocol import InvalidRequest
+from skyrl.trainer.ranks.micro_batches import Computed
 from skyrl.trainer.ranks.plan import Plan
 from skyrl.trainer.ranks.rank import BaseFacts, RankBase, RankSettings
 from skyrl.trainer.ranks.sharded_model import ModelForm, local_of
@@ -137,18 +137,11 @@ class FullRank(RankBase):
     ) -> MicroBatch:
         return MicroBatch.of(items, seen, self.device)
 
-    def _backward(
-        self,
-        items: Sequence[MicroBatchItem],
-        segments: Sequence[LoraSegment],
-        outputs: Sequence[Tensor],
-        starts: Sequence[Tensor],
-        embeddings: Sequence[Tensor],
-    ) -> Sequence[None]:
+    def _backward(self, items: Sequence[MicroBatchItem], computed: Computed) -> Sequence[None]:
         """Adds this rank's rows of the gradient, summed over all ranks, tensor by tensor: it never exists as a whole.
         A rank without items adds to what its pass has, as others do."""
         with self._gradients.into(self._views):
-            torch.autograd.backward(outputs, starts)
+            torch.autograd.backward(computed.outputs, computed.starts)
         return [None] * len(items)
 
     def _norm(self, model: FullParameters) -> float:

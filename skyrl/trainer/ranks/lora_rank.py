@@ -46,6 +46,7 @@ from skyrl.trainer.passes.outputs import value_rows_of
 from skyrl.trainer.passes.pass_run import MicroBatchItem, PassRun, ShareResult
 from skyrl.trainer.passes.started import StartedBatch
 from skyrl.trainer.protocol import InvalidRequest, TrainingPass
+from skyrl.trainer.ranks.micro_batches import Computed
 from skyrl.trainer.ranks.plan import Plan, RankShare
 from skyrl.trainer.ranks.rank import BaseFacts, RankBase, RankSettings
 from skyrl.trainer.ranks.sharded_model import ModelForm
@@ -141,15 +142,8 @@ class LoraRank(RankBase):
             made.segments[index] = segment_of(of_part, packed, dtype, backward=backward)
         return made
 
-    def _backward(
-        self,
-        items: Sequence[MicroBatchItem],
-        segments: Sequence[LoraSegment],
-        outputs: Sequence[Tensor],
-        starts: Sequence[Tensor],
-        embeddings: Sequence[Tensor],
-    ) -> Sequence[Tensor]:
-        return item_gradients(outputs, segments, starts, also=embeddings)
+    def _backward(self, items: Sequence[MicroBatchItem], computed: Computed) -> Sequence[Tensor]:
+        return item_gradients(computed, computed.segments)
 
     def _without_backward(self, item: MicroBatchItem) -> Tensor | None:
         """The step after a pass has a gradient."""
@@ -270,14 +264,7 @@ class ExpertRank(LoraRank):
         with self._exchange.use(self._others, slots, own):
             return super()._together(items, seen, backward=backward)
 
-    def _backward(
-        self,
-        items: Sequence[MicroBatchItem],
-        segments: Sequence[LoraSegment],
-        outputs: Sequence[Tensor],
-        starts: Sequence[Tensor],
-        embeddings: Sequence[Tensor],
-    ) -> Sequence[Tensor]:
+    def _backward(self, items: Sequence[MicroBatchItem], computed: Computed) -> Sequence[Tensor]:
         """Of this rank's segments. Those of other ranks, whose backward sends rows here, are kept in `_of_others`."""
         others = {
             (piece.number, rank, slot): segment
@@ -285,7 +272,7 @@ class ExpertRank(LoraRank):
             for slot, (segment, piece) in enumerate(zip(of_rank, self._batches[rank], strict=False))
             if segment.pairs
         }
-        found = item_gradients(outputs, [*segments, *others.values()], starts, also=embeddings, unused=True)
+        found = item_gradients(computed, [*computed.segments, *others.values()], unused=True)
         own = len(found) - len(others)
         for (number, rank, _), gradient in zip(others, found[own:], strict=True):
             total = self._of_others.get((number, rank))
@@ -410,20 +397,12 @@ def segment_of(
     return LoraSegment(start, stop, 1.0, stack.leaves(backward, dtype), on_device, stack)
 
 
-def item_gradients(
-    outputs: Sequence[Tensor],
-    segments: Sequence[LoraSegment],
-    starts: Sequence[Tensor],
-    *,
-    also: Sequence[Tensor] = (),
-    unused: bool = False,
-) -> list[Tensor]:
+def item_gradients(computed: Computed, segments: Sequence[LoraSegment], *, unused: bool = False) -> list[Tensor]:
     """The gradient of each slice of some segments, flat float32 in the order of its adapter's buffers, from one
-    backward for all slices. `starts`: the gradients with respect to `outputs`, of the same shapes. The backward
-    goes to the tensors `also`, too. With `unused`, matrices that computed nothing get zeros; else they are an error."""
+    backward for all slices. With `unused`, matrices that computed nothing get zeros; else they are an error."""
     leaves = [[leaf for pair in segment.pairs.values() for leaf in pair] for segment in segments]
-    wanted = [*(leaf for of_slice in leaves for leaf in of_slice), *also]
-    gradients = iter(torch.autograd.grad(outputs, wanted, starts, materialize_grads=unused))
+    wanted = [*(leaf for of_slice in leaves for leaf in of_slice), *computed.embeddings]
+    gradients = iter(torch.autograd.grad(computed.outputs, wanted, computed.starts, materialize_grads=unused))
     found: list[Tensor] = []
     for segment, of_segment in zip(segments, leaves, strict=True):
         own = [next(gradients) for _ in of_segment]

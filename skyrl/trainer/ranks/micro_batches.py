@@ -57,6 +57,18 @@ class _Waiting:
     norms: SentNorms | None
 
 
+@dataclass(frozen=True)
+class Computed:
+    """What the model has computed, and where its backward begins and ends. outputs: the logprobs of each segment and
+    the values of those with a value head. starts: the gradients of the losses with respect to these. `embeddings`: to
+    which the backward goes over ranks."""
+
+    segments: Sequence[LoraSegment]
+    outputs: Sequence[Tensor]
+    starts: Sequence[Tensor]
+    embeddings: Sequence[Tensor]
+
+
 class MicroBatchRunner(ABC):
     """What runs the micro-batches of passes. `retries`: whether a failed micro-batch has changed nothing, so that a
     rank alone may run it again. `between`: called between two micro-batches by a rank alone, of which the first may
@@ -252,7 +264,8 @@ class MicroBatchRunner(ABC):
             gradients: list[Tensor | None] = [None] * len(items)
             if scores.gradient is not None:
                 starts = own.starts(scores.gradient, scores.value_gradient)
-                gradients = [*self._backward(items, made.segments, own.of_model, starts, embeddings)]
+                gradients = [*self._backward(items, Computed(made.segments, own.of_model, starts, embeddings))]
+                scores = replace(scores, unlike=[mark for each in made.targets for mark in each.unlike])
             elif backward:
                 gradients = [self._without_backward(item) for item in items]
         packed.reshard()
@@ -316,16 +329,8 @@ class MicroBatchRunner(ABC):
     ) -> MicroBatch: ...
 
     @abstractmethod
-    def _backward(
-        self,
-        items: Sequence[MicroBatchItem],
-        segments: Sequence[LoraSegment],
-        outputs: Sequence[Tensor],
-        starts: Sequence[Tensor],
-        embeddings: Sequence[Tensor],
-    ) -> Sequence[Tensor | None]:
-        """The gradient of each item, or None if it has been added. `starts`: of the losses with respect to the
-        outputs, which are the logprobs of each segment and the values of those with a value head."""
+    def _backward(self, items: Sequence[MicroBatchItem], computed: Computed) -> Sequence[Tensor | None]:
+        """The gradient of each item, or None if it has been added."""
 
     def _without_backward(self, item: MicroBatchItem) -> Tensor | None:
         """The gradient of an item whose micro-batch trains nothing."""

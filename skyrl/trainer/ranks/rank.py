@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import resource
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -32,15 +32,9 @@ from skyrl.trainer.custom_loss.loss import loss_of
 from skyrl.trainer.device import prepare_device
 from skyrl.trainer.lora.adapter import Target
 from skyrl.trainer.losses import served_losses
-from skyrl.trainer.model.base_model import BaseModel
 from skyrl.trainer.model.recomputation import Setting
 from skyrl.trainer.model.row_budget import BudgetSettings, RowBudget, measure_row
-from skyrl.trainer.passes.pass_run import (
-    JoinedPasses,
-    PassRun,
-    ShareResult,
-    SinglePassRun,
-)
+from skyrl.trainer.passes.pass_run import JoinedPasses, PassRun, ShareResult, SinglePassRun
 from skyrl.trainer.protocol import AdamParams, Mixture, TrainingPass
 from skyrl.trainer.quantized.weights import held_bytes
 from skyrl.trainer.ranks.micro_batches import MicroBatchRunner
@@ -110,18 +104,13 @@ class RankBase(MicroBatchRunner):
     exception ranks do not agree any more, and the whole group must be started again; a rank alone goes on.
     """
 
-    retries: bool
-    """Whether a failed micro-batch has changed nothing, so that a rank alone may run it again."""
-
     def __init__(self, rank: int, ranks: int, settings: RankSettings) -> None:
         self._rank = rank
         self._ranks = ranks
         self._settings = settings
         self.device = prepare_device(settings.threads)
         self._losses = served_losses(settings.stable_reinforce)
-        self.between: Callable[[], None] = lambda: None
-        """Called between two micro-batches of a `run` by a rank alone. It may call `run` and `optim_step` for other
-        models."""
+        self.between = lambda: None
 
     @property
     def device_type(self) -> str:
@@ -166,7 +155,7 @@ class RankBase(MicroBatchRunner):
             graphs=self._settings.graphs,
             agree=agree,
         )
-        self.base: BaseModel = self._model.base
+        self.base = self._model.base
         return self._model
 
     def _row_budget(self, targets: Sequence[Target]) -> RowBudget:

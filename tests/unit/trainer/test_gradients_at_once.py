@@ -3,7 +3,7 @@ logits again, with two products of the vocabulary instead of three."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from torch_lora_support import VOCAB, base_path, grpo, make_backend, ok, overflo
 
 from skyrl.base.pictures.picture import PlacedPicture
 from skyrl.trainer.lora.linear import ActiveSegments, LoraSegment, MultiLoraLinear
-from skyrl.trainer.losses import LOSSES, LossInputs
+from skyrl.trainer.losses import LOSSES, LossInputs, LossValue, ppo
 from skyrl.trainer.model import logprobs as logprobs_module
-from skyrl.trainer.model.logprobs import EntryGradients, LogitTransform, OutputLayer, Targets, target_logprobs
-from skyrl.trainer.passes.entry_gradients import entry_gradients
-from skyrl.trainer.passes.micro_batch import losses_of
+from skyrl.trainer.model.logprobs import LogitTransform, OutputLayer, PairGradients, Targets, target_logprobs
+from skyrl.trainer.passes.entry_gradients import pair_gradients
+from skyrl.trainer.passes.micro_batch import MicroBatchLosses, losses_of, trained_entries
 from skyrl.trainer.passes.pass_run import MicroBatchItem, SinglePassRun
 from skyrl.trainer.passes.scores import Scores
 from skyrl.trainer.protocol import Datum, TrainingPass
@@ -74,12 +74,21 @@ def _model() -> Any:
     return rank_of(backend).adapters["m"]
 
 
+def _targets(items: Sequence[MicroBatchItem]) -> Targets:
+    """Of the items, whose sequences share no rows."""
+    data = [datum for item in items for part in item.parts for datum in part.data]
+    stops = np.cumsum([len(datum.tokens) for datum in data])
+    rows_of = [np.arange(stop - len(datum.tokens), stop) for datum, stop in zip(data, stops, strict=True)]
+    trained = np.concatenate([trained_entries(part) for item in items for part in item.parts])
+    return Targets.of([datum.loss_inputs["target_tokens"] for datum in data], rows_of, trained, CPU)
+
+
 @pytest.mark.parametrize("joined", [False, True])
-def test_gradients_of_consecutive_parts_have_the_bits_of_the_scores(joined: bool) -> None:
+def test_gradients_of_some_pairs_have_the_bits_of_the_scores(joined: bool) -> None:
     """Kinds take turns: so some groups begin before the parts and end after them."""
     model = _model()
     two = sft(5, 6)
-    two[0].loss_inputs.update(target_tokens=np.arange(12).reshape(6, 2), weights=np.arange(12.0).reshape(6, 2))
+    two[0].loss_inputs.update(target_tokens=np.arange(12).reshape(6, 2) % 10, weights=np.arange(12.0).reshape(6, 2))
     items = [_item(rl(number, 11, 7), name, model) for number, name in enumerate(BY_ENTRY[1:])]
     items += [
         _item(sft(1, 9), "cross_entropy", model),
@@ -88,32 +97,45 @@ def test_gradients_of_consecutive_parts_have_the_bits_of_the_scores(joined: bool
     ]
     items += [_item(rl(3, 10, 4), "ppo", model), _item(rl(4, 3), "dro", model)]
     losses = losses_of(items, CPU, joined=joined)
-    sizes = [sum(part.entries for part in item.parts) for item in items]
-    logprobs = -3 + torch.randn(sum(sizes), generator=torch.Generator().manual_seed(1))
-    scores = Scores.of(losses, logprobs, backward=True)
-    assert scores.gradient is not None
     for numbers in (range(len(items)), range(2, 4), range(6, 9), range(9, 10)):
-        gradients = entry_gradients(losses, numbers)
+        targets = _targets(items[numbers.start : numbers.stop])
+        first = sum(part.entries for item in items[: numbers.start] for part in item.parts)
+        of_pairs = -3 + torch.randn(int(targets.entries.max()) + 1, generator=torch.Generator().manual_seed(1))
+        logprobs = torch.zeros(sum(part.entries for item in items for part in item.parts))
+        own = slice(first, first + len(targets.entries))
+        logprobs[own] = targets.of_entries(of_pairs)
+        scores = Scores.of(losses, logprobs, backward=True)
+        gradients = pair_gradients(losses, numbers, targets)
+        assert scores.gradient is not None
         assert gradients is not None
-        own = slice(sum(sizes[: numbers.start]), sum(sizes[: numbers.stop]))
-        assert torch.equal(gradients(logprobs[own]), scores.gradient[own])
+        expected = torch.zeros_like(of_pairs).index_add_(0, targets.entries, scores.gradient[own])
+        trained = len(targets.trained.ids)
+        for size in (trained, 5):
+            chunks = [slice(start, min(start + size, trained)) for start in range(0, trained, size)]
+            found = torch.cat([gradients(of_pairs[chunk], chunk) for chunk in chunks])
+            assert torch.equal(found, expected[:trained])
 
 
 def test_gradients_are_not_known_at_once_where_they_may_change_or_need_other_logprobs() -> None:
     model = _model()
     gspo, ppo = _item(_with_masks(rl(0, 9)), "gspo", model), _item(rl(1, 9), "ppo", model)
     seeing = [replace(datum, pictures=(PlacedPicture(3, 3, "0" * 64, "png"),)) for datum in rl(2, 9)]
-    losses = losses_of([gspo, ppo, _item(seeing, "ppo", model)], CPU, joined=False)
-    assert [entry_gradients(losses, range(n, n + 1)) is not None for n in range(3)] == [False, True, False]
-    assert entry_gradients(losses, range(2)) is None
+    items = [gspo, ppo, _item(seeing, "ppo", model)]
+    losses = losses_of(items, CPU, joined=False)
+
+    def known(losses: MicroBatchLosses, start: int, stop: int) -> bool:
+        return pair_gradients(losses, range(start, stop), _targets(items[start:stop])) is not None
+
+    assert [known(losses, number, number + 1) for number in range(3)] == [False, True, False]
+    assert not known(losses, 0, 2)
     (group,) = losses_of([ppo], CPU, joined=True).groups
-    in_joined_passes = replace(losses, groups=[replace(group, joins_passes=True)])
-    assert entry_gradients(in_joined_passes, range(1)) is None
+    assert not known(replace(losses, groups=[replace(group, joins_passes=True)]), 0, 1)
 
 
-def _quadratic(weights: Tensor) -> EntryGradients:
+def _quadratic(weights: Tensor, targets: Targets) -> PairGradients:
     """The gradient of the sum of weights lp^2 / 2."""
-    return lambda logprobs: weights * logprobs
+    of_pairs = torch.zeros(int(targets.entries.max()) + 1).index_add_(0, targets.entries, weights)
+    return lambda logprobs, pairs: of_pairs[pairs] * logprobs
 
 
 IDS = 96
@@ -146,7 +168,7 @@ def test_rows_and_matrices_get_the_gradients_of_a_backward(
     targets = Targets.of(arrays, rows_of, trained, CPU)
     leaves = [*pair, *[hidden] * hidden.requires_grad]
     found: list[tuple[Tensor, Sequence[Tensor]]] = []
-    for each in (targets, replace(targets, gradients=_quadratic(weights))):
+    for each in (targets, replace(targets, gradients=_quadratic(weights, targets))):
         logprobs = target_logprobs(hidden, each, head, segment, recompute=True)
         start = weights * logprobs.detach()
         found.append((logprobs.detach(), torch.autograd.grad(logprobs, leaves, start)))
@@ -195,32 +217,57 @@ def test_several_chunks_need_two_products_with_the_vocabulary(small_chunks: None
     assert counted.rows == products * trained + (120 - trained)
 
 
+def test_a_loss_that_is_marked_by_mistake_fails_its_pass(small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients in chunks are those of another loss. The pass beside has its own."""
+    monkeypatch.setitem(LOSSES, "gspo", replace(LOSSES["gspo"], by_entry=True))
+    backend = make_backend()
+    for name in ("m", "beside"):
+        backend.create_model(name, spec())
+    failed, beside = backend.run(
+        [train("m", _with_masks(rl(0, 60, 60)), "gspo"), train("beside", rl(0, 60, 60), "ppo")]
+    )
+    assert "by_entry" in str(failed)
+    ok([beside])
+    adapters = rank_of(backend).adapters
+    assert adapters["m"].gradient is None
+    assert adapters["beside"].gradient is not None
+
+
+def test_chunks_compute_the_loss_of_each_entry_once(small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+
+    def counting(lp: Tensor, inputs: LossInputs, config: Mapping[str, float]) -> LossValue:
+        counted.append(len(lp))
+        return ppo(lp, inputs, config)
+
+    monkeypatch.setitem(LOSSES, "ppo", replace(LOSSES["ppo"], function=counting))
+    backend = make_backend()
+    backend.create_model("m", spec())
+    data = rl(0, 60, 60)
+    ok(backend.run([train("m", data, "ppo")]))
+    trained = sum(int((datum.loss_inputs["advantages"] != 0).sum()) for datum in data)
+    assert len(counted) == 1 + -(-trained // ROWS_OF_A_CHUNK)
+    assert sum(counted) == 120 + trained
+
+
 class _Checked:
-    """Compares the gradients that were used with those which the backward gets."""
+    """Compares the bits of the gradients that were used with those which the backward gets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compared, self.stacks = 0, 0
-        used: list[Tensor] = []
         at_once: Any = logprobs_module._AtOnce  # pyright: ignore[reportPrivateUsage]
-        of_pairs, forward, backward = Targets.pair_gradients, at_once.forward, at_once.backward
+        forward, backward = at_once.forward, at_once.backward
 
-        def recording(targets: Targets, logprobs: Tensor) -> Tensor:
-            used.append(of_pairs(targets, logprobs))
-            return used[-1]
-
-        def kept(ctx: Any, *arguments: Any) -> Tensor:
-            logprobs = forward(ctx, *arguments)
-            ctx.used = used[-1][: len(logprobs)].clone()
-            self.stacks += arguments[4].stack is not None
-            return logprobs
+        def counting(ctx: Any, *arguments: Any) -> Tensor:
+            self.stacks += arguments[3].stack is not None
+            return forward(ctx, *arguments)
 
         def comparing(ctx: Any, gradient: Tensor) -> Any:
             self.compared += 1
             assert torch.equal(gradient, ctx.used)
             return backward(ctx, gradient)
 
-        monkeypatch.setattr(Targets, "pair_gradients", recording)
-        monkeypatch.setattr(at_once, "forward", staticmethod(kept))
+        monkeypatch.setattr(at_once, "forward", staticmethod(counting))
         monkeypatch.setattr(at_once, "backward", staticmethod(comparing))
 
 

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch_lora_support import make_backend, ok, sft, spec, train
 
 from benchmarks.cuda_norms import norms_as_on_cuda
+from skyrl.base.config.pass_memory import Widths
 from skyrl.base.types.weights import LoraSpec
 from skyrl.trainer.kernels import between
 from skyrl.trainer.kernels.between import IN_TORCH, Between
 from skyrl.trainer.kernels.fused_norms import WITH_FUSED_NORMS
-from skyrl.trainer.model import layer_pieces
+from skyrl.trainer.model import layer_functions, layer_pieces
 from skyrl.trainer.model.loading import detach_vision, load_model
 from skyrl.trainer.model.packed_model import PackedModel
 from tests.families import make_family
@@ -64,9 +65,12 @@ PLAIN = {
 
 @pytest.mark.parametrize("family", PLAIN)
 def test_only_layers_of_the_plain_formula_compute_in_pieces(family: str, tmp_path: Path) -> None:
+    """The estimate of memory before a start knows which."""
     model = load_model(make_family(family, tmp_path), torch.float32)
     detach_vision(model)
     assert layer_pieces.install(PackedModel(model).decoder_layers, IN_TORCH) == PLAIN[family]
+    widths = Widths.of(model.config.get_text_config().to_dict())
+    assert widths is None or widths.in_pieces == (PLAIN[family] > 0)
 
 
 def test_a_layer_that_scales_what_it_adds_is_not_plain(tmp_path: Path) -> None:
@@ -92,12 +96,14 @@ SPECS = {
 }
 
 
-def _trained(which: str, *, pieces: bool, merge: bool = False) -> tuple[dict[str, Tensor], list[Any], float]:
+def _trained(
+    which: str, *, pieces: bool, merge: bool = False, path: str | None = None
+) -> tuple[dict[str, Tensor], list[Any], float]:
     """The gradients of two adapters, the results, and the bytes that a row keeps."""
     with pytest.MonkeyPatch.context() as patch:
         if not pieces:
             patch.setattr(layer_pieces, "install", lambda layers, between: 0)
-        backend = make_backend(merge=merge)
+        backend = make_backend(merge=merge, path=path)
         backend.create_model("m", SPECS[which])
         backend.create_model("n", spec(4))
         for name in ("m", "n"):
@@ -111,19 +117,51 @@ def _trained(which: str, *, pieces: bool, merge: bool = False) -> tuple[dict[str
         return gradients, results, recomputation.bytes_of_row  # pyright: ignore[reportReturnType]
 
 
+def _compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, gradient in found.items():
+        other = expected[name]
+        assert float(gradient.norm()) > 0
+        assert float((gradient - other).norm() / other.norm()) < 2e-5
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each forward of a piece before the attention. Of those that try whether a layer is plain: 5."""
+    found, before = list[int](), layer_functions.before
+    monkeypatch.setattr(layer_functions, "before", lambda *given: found.append(len(given[4][0])) or before(*given))
+    return found
+
+
 @pytest.mark.parametrize("which", SPECS)
 @pytest.mark.parametrize("merge", [False, True])
 def test_gradients_and_logprobs_are_those_of_transformers_layers(which: str, merge: bool) -> None:
     found, results, of_row = _trained(which, pieces=True, merge=merge)
     expected, others, of_other = _trained(which, pieces=False, merge=merge)
-    for name, gradient in found.items():
-        other = expected[name]
-        assert float(gradient.norm()) > 0
-        assert float((gradient - other).norm() / other.norm()) < 2e-5
+    _compare(found, expected)
     for one, other in zip(results, others, strict=True):
         for ours, theirs in zip(one.logprobs, other.logprobs, strict=True):
             torch.testing.assert_close(torch.from_numpy(ours), torch.from_numpy(theirs), rtol=0, atol=2e-5)
     assert of_row < of_other, "pieces keep less"
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "in_pieces"),
+    [
+        ("llama-3", {"attention_bias": True, "mlp_bias": True}, True),
+        ("mistral", {}, True),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, True),
+        ("glm-4.5", {}, False),
+    ],
+    ids=["biases of all layers", "windows", "a window in one layer", "half of each head turns"],
+)
+def test_gradients_of_other_configurations(
+    family: str, changed: dict[str, Any], in_pieces: bool, tmp_path: Path, calls: list[int]
+) -> None:
+    path = make_family(family, tmp_path, **changed)
+    found, *_ = _trained("all", pieces=True, path=path)
+    assert (max(calls) > 5) == in_pieces
+    expected, *_ = _trained("all", pieces=False, path=path)
+    _compare(found, expected)
 
 
 def test_a_layer_that_returns_more_than_its_rows_is_not_plain(tmp_path: Path) -> None:
@@ -141,11 +179,14 @@ def test_a_layer_that_returns_more_than_its_rows_is_not_plain(tmp_path: Path) ->
     assert layer_pieces.install(packed.decoder_layers, IN_TORCH) == len(packed.decoder_layers) - 1
 
 
-def test_recomputed_pieces_give_the_same_bits() -> None:
+def test_recomputed_pieces_give_the_same_bits(calls: list[int]) -> None:
     found = []
     for setting in (False, True):
         backend = make_backend(gradient_checkpointing=setting)
+        layers = len(layer_pieces.plain_layers(rank_of(backend).base.packed.decoder_layers))
+        calls.clear()
         backend.create_model("m", spec(8))
         ok(backend.run([train("m", sft(0, 64, 30))]))
+        assert len(calls) == layers * (1 + setting) > 0
         found.append(rank_of(backend).adapters["m"].gradient)
     assert torch.equal(*found)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch_lora_support import base_path, make_backend, ok, sft, spec, train
 
 from skyrl.base.config.loading import load_config
 from skyrl.base.config.pass_memory import (
     BACKWARD_WIDTHS,
     GAPS,
+    IN_PIECES_WIDTHS,
     LARGE_ROWS,
     LOGITS_BYTES,
     LOGITS_CHUNKS,
@@ -24,6 +27,7 @@ from skyrl.base.config.pass_memory import (
 from skyrl.trainer.model import row_budget
 from skyrl.trainer.model.recomputation import _product_bytes
 from skyrl.trainer.ranks.lora_backend import LoraBackend
+from skyrl.trainer.ranks.lora_rank import LoraRank
 from tests.families import FAMILIES, make_family
 from tests.local_ranks import rank_of
 
@@ -71,6 +75,30 @@ def test_a_layer_keeps_the_numbers_that_its_config_says(architecture: str, tmp_p
     assert len(rank_of(backend).adapters["m"].weights) == widths.adapter_numbers(rank)
 
 
+def _risen(profiler: profile, name: str) -> int:
+    """The most bytes that tensors took during the operation `name`, beside those before it."""
+    assert profiler.profiler is not None
+    found: Any = profiler.profiler.kineto_results
+    events = sorted(found.events(), key=lambda event: event.start_ns())
+    (whole,) = (event for event in events if event.name() == name)
+    within = range(whole.start_ns(), whole.end_ns())
+    sizes = [event.nbytes() for event in events if event.name() == "[memory]" and event.start_ns() in within]
+    return max(accumulate(sizes))
+
+
+@pytest.mark.parametrize(("architecture", "tensors"), [("qwen2", IN_PIECES_WIDTHS), ("gemma-3", BACKWARD_WIDTHS)])
+def test_the_backward_of_a_layer_needs_some_tensors_of_the_mlps_width(
+    architecture: str, tensors: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make_backend(path=make_family(architecture, tmp_path, intermediate_size=2048))
+    backend.create_model("m", spec(4))
+    of_rank = record_function("of_rank")(LoraRank._backward)
+    monkeypatch.setattr(LoraRank, "_backward", of_rank)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        ok(backend.run([train("m", sft(0, 120))]))
+    assert tensors / 2 < _risen(profiler, "of_rank") / (4 * 120 * 2048) < tensors
+
+
 def test_micro_batches_have_the_rows_that_the_trainer_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
     widths = Widths.of(_config(base_path("qwen3")))
     assert widths is not None
@@ -95,7 +123,7 @@ def test_a_pass_takes_what_it_keeps_three_chunks_of_logits_and_four_buffers_of_t
     assert passing.kept(1024) == kept
     assert passing.peak(1024, MUCH) == GAPS * kept + LOGITS_CHUNKS * LOGITS_BYTES + 4 * adapter
     few = passing.peak(1024, MUCH, trained=100)
-    assert few == GAPS * kept + max(3 * 4 * 100 * 151_936, BACKWARD_WIDTHS * 4 * 1024 * 4864) + 4 * adapter
+    assert few == GAPS * kept + max(3 * 4 * 100 * 151_936, IN_PIECES_WIDTHS * 4 * 1024 * 4864) + 4 * adapter
     assert passing.peak(1, MUCH) == STEP_BUFFERS * adapter, "the step of the optimizer"
 
 
