@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks import machine, program
 from benchmarks.table import aligned, number
+from skyrl.trainer.device import prepare_device
 from skyrl.trainer.kernels import dense
 
 SHAPES = ((128, 320), (576, 1536), (1024, 3072))
@@ -77,9 +78,8 @@ def main() -> None:
     parser = program.parser("products", __doc__, out="products.json")
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 512, 4096], metavar="R")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    prepare_device(1)
     torch.manual_seed(0)
-    dense.bound_shapes()
     found = [measured(rows, *shape) for shape in SHAPES for rows in options.rows]
     print(table(found))
     print(f"the trainer takes oneDNN on this machine: {dense.onednn_is_faster()}")

@@ -22,11 +22,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skyrl.trainer.kernels.dense import bound_shapes
 from skyrl.trainer.protocol import DeviceFault, OutOfMemory
 
 _MEMORY_WORDS = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 """Texts of torch's plain RuntimeError when the CPU's allocator, cuBLAS or cuDNN finds no memory."""
+SHAPES_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "16"}
+"""For how many shapes of products on a CPU oneDNN keeps code, at most 140 MiB, and torch buffers; both read this at the
+first product. By default both keep 1,024, which come to gigabytes where each batch has other shapes."""
 HOST = torch.device("cpu")
 """What the engine's own work needs where ranks compute."""
 
@@ -47,7 +49,8 @@ def prepare_device(threads: int) -> torch.device:
         # (others report 23 to 37 ms) and keeps it. With shared prompts each step has 11 to 38 shapes of its own.
         torch.backends.cuda.enable_cudnn_sdp(False)
         return torch.device("cuda")
-    bound_shapes()
+    for name, count in SHAPES_KEPT.items():
+        os.environ.setdefault(name, count)
     torch.set_num_threads(threads)
     return torch.device("cpu")
 

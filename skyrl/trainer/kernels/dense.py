@@ -4,14 +4,13 @@ There torch's default, Intel's MKL, does not use AVX-512, and oneDNN takes less 
 (`python -m benchmarks.products`). torch has oneDNN's product only under the name that torch.compile calls. A row of a
 result has the same bits, however many rows there are beside it; a row alone may have others.
 
-oneDNN compiles code for each new shape, which takes 0.2 to 0.4 ms and half a MiB. So MKL computes small products. Knows
-nothing of layers or adapters.
+oneDNN compiles code for each new shape, which takes 0.2 to 0.4 ms and half a MiB (`device.SHAPES_KEPT` bounds it). So
+MKL computes small products. Knows nothing of layers or adapters.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,6 @@ SMALL = 2**22
 """Multiplications, of which MKL does some 50,000 in a microsecond."""
 ROWS_OF_SUM = 1024
 """oneDNN adds all numbers of a sum in their order, so the error would grow with the number of rows."""
-_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "16"}
-"""How many shapes' code oneDNN keeps, at most 140 MiB, and how many shapes' buffers torch. By default both keep 1,024,
-which come to gigabytes where each batch has other shapes."""
-
-
-def bound_shapes() -> None:
-    """Bound what products of ever new shapes keep. Must be called before the process's first product."""
-    for name, count in _KEPT.items():
-        os.environ.setdefault(name, count)
 
 
 @functools.cache
