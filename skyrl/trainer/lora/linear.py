@@ -200,7 +200,7 @@ class MultiLoraLinear(nn.Module):
         """The layer on activation(gate) * up. With active segments that input is not kept for the backward."""
         updates = self.updates()
         if not updates:
-            return self.base(activation(gate) * up)
+            return self._with_updates(activation(gate) * up, updates)
         return gated_linear_with_updates(gate, up, activation, self.base.weight, self.base.bias, updates)
 
     def for_segment(self, rows: Tensor, segment: LoraSegment) -> Tensor:
